@@ -1,0 +1,1 @@
+"""Table of contents: which task follows which, the configuration, and the command line."""

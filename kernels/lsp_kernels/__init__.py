@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers: plain tensors in, plain tensors out."""

@@ -1,0 +1,1 @@
+"""The method: tensor math on torch modules, and the compressed model class."""

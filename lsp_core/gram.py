@@ -1,0 +1,89 @@
+"""Gram matrices of the projected activations, the only statistic of the calibration data that the bases need.
+
+Input-side unit: sum of x xT over tokens. Output-side unit: sum of y yT over tokens and members, y the bias-free output
+(for a down projection that is D_out^2 numbers instead of D_ff^2).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lsp_core.units import Unit
+
+Progress = Callable[[int, int], None]
+
+
+class NonFiniteError(ValueError):
+    """A NaN or an infinity where a finite number is required; the message names the place."""
+
+
+def gather_grams(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    tokens: Tensor,
+    *,
+    micro_batch: int,
+    precision: torch.dtype = torch.float64,
+    padding_id: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:  # tokens (B, T) -> {unit: (D, D)}
+    """Returns the unnormalized Gram matrix of every unit, in ``precision``, summed over all tokens but the padding.
+
+    Errors: ``NonFiniteError`` naming the layer whose activation is not finite.
+    Source: paper, Algorithm 1 'Gather'.
+    """
+    device = model.device
+    grams = {u.name: torch.zeros(u.dimension, u.dimension, dtype=precision, device=device) for u in units}
+    layers = dict(model.named_modules())
+    kept: list[Tensor | None] = [None]
+
+    def accumulate(name: str, gram: Tensor, activation: Tensor) -> None:
+        rows = activation.detach().reshape(-1, activation.shape[-1])
+        if kept[0] is not None:
+            rows = rows[kept[0]]
+        rows = rows.to(precision)
+        gram.addmm_(rows.T, rows)
+        if not torch.isfinite(gram.diagonal()).all():
+            raise NonFiniteError(f"layer {name} produces a NaN or an infinity: check the model's weights and dtype")
+
+    def watch(unit: Unit) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        gram = grams[unit.name]
+        if unit.side == "input":  # one Gram serves the group, its members read the same tensor
+            name = unit.members[0]
+            yield layers[name].register_forward_pre_hook(lambda _, args: accumulate(name, gram, args[0]))
+            return
+        for name in unit.members:
+
+            def hook(module: nn.Module, _: object, output: Tensor, name: str = name) -> None:
+                accumulate(name, gram, output if module.bias is None else output - module.bias)
+
+            yield layers[name].register_forward_hook(hook)
+
+    with torch.inference_mode(), ExitStack() as stack, evaluating(model):
+        for unit in units:
+            for handle in watch(unit):
+                stack.callback(handle.remove)
+        done = 0
+        for batch in tokens.split(micro_batch):
+            batch = batch.to(device)
+            mask = None if padding_id is None else batch != padding_id
+            kept[0] = None if mask is None else mask.reshape(-1)
+            model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(tokens))
+    return grams
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switches dropout off inside the ``with`` block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,87 @@
+"""The factored linear layer, and the latent that a tied group computes once."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Once:
+    """Evaluates a function once for several readers of the same tensor, and forgets it after the last of them."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers = readers
+        self._source: Tensor | None = None
+        self._result: Tensor | None = None
+        self._reads = 0
+
+    def __call__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self._source is not x or self._result is None:
+            self._source, self._result, self._reads = x, function(x), 0
+        result = self._result
+        self._reads += 1
+        if self._reads >= self.readers:
+            self._source = self._result = None
+        return result
+
+
+class Factor(nn.Module):
+    """x -> x WT without bias, evaluated once a forward pass for the ``readers`` layers that share it.
+
+    ``weight`` is A (R, D_in) of an input-tied group, or of a single layer.
+    """
+
+    def __init__(self, weight: Tensor, *, readers: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._once = Once(readers)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., R)
+        if self._once.readers == 1:
+            return F.linear(x, self.weight)
+        return self._once(lambda source: F.linear(source, self.weight), x)
+
+
+class FactoredLinear(nn.Module):
+    """y = B A x + bias. ``input_factor`` holds A (R, D_in), ``output_factor`` B (D_out, R); either may be shared."""
+
+    def __init__(self, input_factor: Factor, output_factor: Factor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.input_factor = input_factor
+        self.output_factor = output_factor
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def rank(self) -> int:
+        return self.input_factor.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.input_factor.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.output_factor.weight.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., D_out)
+        return F.linear(self.input_factor(x), self.output_factor.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, rank={self.rank}, out_features={self.out_features}"
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts ``module`` where ``name`` is; other names of the same layer (weight sharing) are replaced with it."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if child is old:
+                setattr(parent, child_name, module)
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """Returns the bias of a linear layer, (D_out,), or None."""
+    bias = module.bias
+    assert bias is None or isinstance(bias, torch.Tensor)
+    return bias

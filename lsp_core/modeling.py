@@ -1,0 +1,89 @@
+"""Saving a merged model and loading it back: safetensors and JSON only.
+
+``config.json`` carries the base model's configuration under a ``model_type`` of its own, so that a loader that does not
+know compressed models refuses the folder instead of filling a dense model with random weights.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lsp_core.layers import Factor, FactoredLinear, bias_of, replace_module
+from lsp_core.units import Unit, weight_of
+
+MODEL_TYPE = "lsp"
+WEIGHTS = "model.safetensors"
+
+
+def save_compressed(model: PreTrainedModel, units: Sequence[Unit], folder: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+    """Writes a merged model to ``folder``; shared factors are stored once. ``facts`` are recorded beside the units."""
+    folder.mkdir(parents=True, exist_ok=True)
+    factored = {name for name, module in model.named_modules() if isinstance(module, FactoredLinear)}
+    described = [
+        {"name": unit.name, "side": unit.side, "members": unit.members, "rank": model.get_submodule(unit.members[0]).rank}
+        for unit in units
+        if unit.members[0] in factored
+    ]
+    config = {
+        "model_type": MODEL_TYPE,
+        "architectures": [type(model).__name__],
+        "base_config": model.config.to_diff_dict() | {"model_type": model.config.model_type},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "units": described,
+        "facts": dict(facts or {}),
+    }
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}  # each shared one once
+    weights |= {name: buffer.contiguous() for name, buffer in _persistent_buffers(model)}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def load_compressed(folder: str | Path) -> PreTrainedModel:
+    """Returns the model saved in ``folder``, in evaluation mode, with the logits it had when it was saved.
+
+    Errors: ``ValueError`` if the folder holds no compressed model, or weights that do not fit its config.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json: it is not a saved model") from None
+    if config.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{folder} holds a {config.get('model_type')!r} model, not a compressed one: load it with transformers")
+    base = dict(config["base_config"])
+    dtype = getattr(torch, config["dtype"])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(base.pop("model_type"), **base), dtype=dtype)
+    for unit in config["units"]:
+        _make_factored(model, unit["side"], unit["members"], unit["rank"])
+    weights = load_file(folder / WEIGHTS)
+    expected = {name for name, _ in model.named_parameters()} | {name for name, _ in _persistent_buffers(model)}
+    if expected != set(weights):
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {sorted(expected ^ set(weights))[:5]} are missing or too many")
+    model.load_state_dict(weights, strict=False)
+    return model.eval()
+
+
+def _make_factored(model: nn.Module, side: str, members: Sequence[str], rank: int) -> None:
+    """Replaces the members by factored layers of the right shapes, with one shared factor."""
+    shared: Factor | None = None
+    for name in members:
+        layer = model.get_submodule(name)
+        d_out, d_in = weight_of(layer).shape
+        make = weight_of(layer).new_empty
+        if shared is None:
+            shared = Factor(make(rank, d_in), readers=len(members)) if side == "input" else Factor(make(d_out, rank))
+        pair = (shared, Factor(make(d_out, rank))) if side == "input" else (Factor(make(rank, d_in)), shared)
+        replace_module(model, name, FactoredLinear(*pair, bias_of(layer)))
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    names = set(model.state_dict())
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in names]

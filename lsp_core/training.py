@@ -1,0 +1,285 @@
+"""Joint training of all projectors against the frozen model's output (paper, section 'Training procedure').
+
+One optimizer step: U = qf(V) once a unit, micro-batches differentiate leaves that depend on U, one backward through the QR,
+Adam on V. Alpha and the masks are drawn per step, the order of the data per epoch, both as functions of the seed, so the
+split into micro-batches changes nothing and a resumed run repeats an uninterrupted one. Where the paper draws alpha
+and masks per micro-batch, this draws them per optimizer step.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+from lsp_core.checkpoint import TrainingState, load_state, save_state
+from lsp_core.divergence import TeacherStatistic
+from lsp_core.gram import NonFiniteError, evaluating
+from lsp_core.projector import Form, Projector, attached
+from lsp_core.readout import Readout
+from lsp_core.units import Unit
+
+Objective = Literal["kl", "task"]
+
+
+class TrainingProgress(Protocol):
+    """Called after each optimizer step with the step, their number, and what to show."""
+
+    def __call__(self, step: int, total: int, values: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Settings of ``train_projectors``; the defaults are design.md's."""
+
+    learning_rate: float
+    objective: Objective = "kl"
+    epochs: int = 10
+    batch_sequences: int = 16  # sequences an optimizer step
+    micro_batch: int = 4  # sequences a forward pass; changes memory, not the result
+    warmup_fraction: float = 0.05  # of all steps, linear, before the cosine
+    modulation_epochs: float = 1.0  # alpha ramps from 0 to 1 over these
+    dropout: float = 0.05  # probability that a removed direction is kept in a step
+    orthogonality: float = 0.05  # lambda_ort
+    patience: int = 3  # epochs without improvement before an early stop
+    seed: int = 0
+    checkpoint_steps: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, epoch 0 being the initialization."""
+
+    vectors: dict[str, Tensor]
+    history: list[dict[str, float]]
+    best_epoch: int
+
+
+def default_learning_rate(parameters: int) -> float:
+    """Returns 1e-3 below 500M parameters, 1e-4 below 6B, else 3e-5."""
+    return 1e-3 if parameters < 500_000_000 else 1e-4 if parameters < 6_000_000_000 else 3e-5
+
+
+def cache_teacher(
+    model: PreTrainedModel, tokens: Tensor, *, micro_batch: int, progress: TrainingProgress | None = None
+) -> TeacherStatistic:  # (B, T) -> m (B, T, D), c (B, T), entropy (B, T)
+    """Returns the dense model's statistic of every position of ``tokens``, on the CPU."""
+    readout = Readout(model)
+    parts: list[TeacherStatistic] = []
+    with torch.no_grad(), evaluating(model):
+        for index, batch in enumerate(tokens.split(micro_batch)):
+            features = readout.features(batch.to(model.device))
+            flat = readout.statistic(features.flatten(0, 1))
+            shape = batch.shape
+            parts.append(
+                TeacherStatistic(m=flat.m.view(*shape, -1).cpu(), c=flat.c.view(shape).cpu(), entropy=flat.entropy.view(shape).cpu())
+            )
+            if progress is not None:
+                progress(min((index + 1) * micro_batch, len(tokens)), len(tokens), {})
+    return TeacherStatistic(
+        m=torch.cat([p.m for p in parts]), c=torch.cat([p.c for p in parts]), entropy=torch.cat([p.entropy for p in parts])
+    )
+
+
+def train_projectors(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    bases: Mapping[str, Tensor],
+    removed: Mapping[str, int],
+    tokens: Tensor,
+    validation: Tensor,
+    settings: TrainingSettings,
+    *,
+    teacher: TeacherStatistic | None = None,
+    work: Path | None = None,
+    progress: TrainingProgress | None = None,
+) -> TrainingResult:
+    """Trains the V of every unit with ``removed`` > 0 and returns the best by validation perplexity.
+
+    ``tokens`` and ``validation`` (B, T); ``bases`` (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it, recomputed for
+    each micro-batch where it is None. ``work`` keeps a checkpoint, from which a second call continues.
+    Errors: ``NonFiniteError`` where the loss diverges.
+    """
+    with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
+        return Trainer(model, projectors, tokens, validation, settings, teacher, progress).run(work)
+
+
+@contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Switches the gradient of every pretrained parameter off inside the ``with`` block."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+class Trainer:
+    """The loop of ``train_projectors`` over attached ``projectors``, the model being frozen."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        projectors: Mapping[str, Projector],
+        tokens: Tensor,
+        validation: Tensor,
+        settings: TrainingSettings,
+        teacher: TeacherStatistic | None,
+        progress: TrainingProgress | None,
+    ) -> None:
+        self.model = model
+        self.projectors = projectors
+        self.readout = Readout(model)
+        self.tokens, self.validation = tokens, validation
+        self.settings = settings
+        self.teacher = teacher
+        self.progress = progress
+        self.steps_per_epoch = math.ceil(len(tokens) / settings.batch_sequences)
+        self.total_steps = self.steps_per_epoch * settings.epochs
+        self.optimizer = torch.optim.Adam([p.v for p in projectors.values()], lr=settings.learning_rate)
+        warmup = round(settings.warmup_fraction * self.total_steps)
+        self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.total_steps)
+
+    def run(self, work: Path | None) -> TrainingResult:
+        """Trains to the end or to the early stop, from the checkpoint in ``work`` if there is one."""
+        state = None if work is None else load_state(work, self.projectors, self.optimizer, self.schedule)
+        if state is None:
+            perplexity = self._validate()
+            state = TrainingState(step=0, best_epoch=0, best=self._vectors(), history=[{"epoch": 0, "validation_perplexity": perplexity}])
+        while state.step < self.total_steps and not self._stops_early(state):
+            state.loss_sum += self.accumulate(state.step)
+            self.update()
+            state.step += 1
+            epoch, within = divmod(state.step, self.steps_per_epoch)
+            if within == 0:
+                self._close_epoch(state, epoch)
+            if work is not None and (within == 0 or state.step % self.settings.checkpoint_steps == 0):
+                save_state(work, state, self.projectors, self.optimizer, self.schedule)
+            if self.progress is not None:
+                last = state.history[-1]["validation_perplexity"]
+                self.progress(state.step, self.total_steps, {"epoch": epoch, "validation_perplexity": last})
+        return TrainingResult(vectors=state.best, history=state.history, best_epoch=state.best_epoch)
+
+    def _close_epoch(self, state: TrainingState, epoch: int) -> None:
+        perplexity = self._validate()
+        if perplexity < min(record["validation_perplexity"] for record in state.history):
+            state.best, state.best_epoch = self._vectors(), epoch
+        loss = state.loss_sum / self.steps_per_epoch
+        state.history.append({"epoch": epoch, "validation_perplexity": perplexity, "train_loss": loss})
+        state.loss_sum = 0.0
+
+    def _stops_early(self, state: TrainingState) -> bool:
+        within_epoch = state.step % self.steps_per_epoch
+        return within_epoch == 0 and state.step // self.steps_per_epoch - state.best_epoch >= self.settings.patience
+
+    def _vectors(self) -> dict[str, Tensor]:
+        return {name: p.v.detach().cpu().clone() for name, p in self.projectors.items()}
+
+    def accumulate(self, step: int) -> float:
+        """Fills the gradient of every V for optimizer step ``step``, from 0; returns the mean objective, nats per token."""
+        self._set_forms(step)
+        rows = self._rows(step)
+        targets = len(rows) * (self.tokens.shape[1] - (self.settings.objective == "task"))
+        mean = 0.0
+        for micro in rows.split(self.settings.micro_batch):
+            loss = self._loss(micro).sum() / targets
+            loss.backward()  # type: ignore[no-untyped-call]
+            mean += loss.item()
+        if not math.isfinite(mean):
+            raise NonFiniteError(f"the training loss is {mean} at step {step + 1}: lower the learning rate")
+        for projector in self.projectors.values():
+            projector.backward()
+        penalty = self.settings.orthogonality * torch.stack([p.penalty() for p in self.projectors.values()]).sum()
+        penalty.backward()  # type: ignore[no-untyped-call]
+        return mean
+
+    def update(self) -> None:
+        """One step of Adam and of the learning-rate schedule on the accumulated gradients."""
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def masks(self, step: int) -> dict[str, Tensor]:
+        """Returns the masks (members, K) of optimizer step ``step`` by unit: True where a direction is removed."""
+        masks: dict[str, Tensor] = {}
+        for index, (name, projector) in enumerate(self.projectors.items()):
+            shape = (len(projector.weights), projector.v.shape[1])
+            draw = torch.rand(shape, generator=_generator(self.settings.seed, 1 + index, step))
+            masks[name] = (draw >= self.settings.dropout).to(projector.v.device)
+        return masks
+
+    def _rows(self, step: int) -> Tensor:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        order = torch.randperm(len(self.tokens), generator=_generator(self.settings.seed, 0, epoch))
+        return order[within * self.settings.batch_sequences : (within + 1) * self.settings.batch_sequences]
+
+    def _set_forms(self, step: int) -> None:
+        ramp = self.settings.modulation_epochs * self.steps_per_epoch
+        alpha = min(1.0, (step + 1) / ramp) if ramp > 0 else 1.0
+        for name, masks in self.masks(step).items():
+            if alpha < 1:
+                self.projectors[name].set_activation_form(alpha, masks.unbind())
+            else:
+                self.projectors[name].set_factor_form(masks.unbind())
+
+    def _loss(self, rows: Tensor) -> Tensor:  # (B,) -> one value a target token
+        ids = self.tokens[rows].to(self.model.device)
+        if self.settings.objective == "task":
+            return self._cross_entropy(ids)
+        if self.teacher is None:
+            with torch.no_grad(), _dense(self.projectors):
+                teacher = self.readout.statistic(self.readout.features(ids).flatten(0, 1))
+        else:
+            part = self.teacher[rows]
+            teacher = TeacherStatistic(
+                m=part.m.flatten(0, 1).to(ids.device), c=part.c.flatten().to(ids.device), entropy=part.entropy.flatten().to(ids.device)
+            )
+        return self.readout.divergence(self.readout.features(ids).flatten(0, 1), teacher)
+
+    def _cross_entropy(self, ids: Tensor) -> Tensor:  # (B, T) -> (B * (T - 1),)
+        features = self.readout.features(ids)[:, :-1]
+        return self.readout.cross_entropy(features.flatten(0, 1), ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Returns the perplexity on the validation tokens at alpha = 1 without masks."""
+        for projector in self.projectors.values():
+            projector.set_factor_form()
+        total, count = 0.0, 0
+        for batch in self.validation.split(self.settings.micro_batch):
+            losses = self._cross_entropy(batch.to(self.model.device))
+            total += losses.sum(dtype=torch.float64).item()
+            count += losses.numel()
+        for projector in self.projectors.values():
+            projector.set_dense()
+        if not math.isfinite(total):
+            raise NonFiniteError("the validation loss is not finite: lower the learning rate, or check the model's dtype")
+        return math.exp(total / count)
+
+
+@contextmanager
+def _dense(projectors: Mapping[str, Projector]) -> Iterator[None]:
+    forms = {name: projector.form for name, projector in projectors.items()}
+    for projector in projectors.values():
+        projector.form = Form.DENSE
+    try:
+        yield
+    finally:
+        for name, projector in projectors.items():
+            projector.form = forms[name]
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """Returns a generator that is a function of ``numbers``: resuming needs no saved state of it."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (2**63 - 1)
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,1 @@
+"""Content-addressed artifacts on fsspec, the KL grid on zarr, and digests."""

@@ -1,0 +1,1 @@
+"""One file a stage: load the inputs by reference, call lsp_core, publish the output."""

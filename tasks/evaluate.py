@@ -1,0 +1,140 @@
+"""evaluate: perplexity, joint divergence and lm-eval tasks of a dense, an untrained or a trained compressed model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lsp_core.gram import NonFiniteError
+from lsp_core.modeling import load_compressed
+from lsp_core.sensitivity import Sensitivity
+from storage.digest import digest_folder
+from storage.store import ArtifactRef
+from tasks.allocate import read_removed
+from tasks.artifacts import read_bases, read_json, read_tokens, write_json
+from tasks.caching import Source, Work, stage
+from tasks.merge import merge_initial
+from tasks.models import ModelSource, load_model, load_tokenizer
+from tasks.progress import Progress
+
+EVALUATION = "evaluation.json"
+
+
+class TaskFolder(Source):
+    """A local folder of lm-eval task files; the digest covers them."""
+
+    folder: str
+
+
+def find_task_folder(folder: Path | None) -> TaskFolder | None:
+    """Returns the folder of local lm-eval tasks with its content digested.
+
+    Errors: ``ValueError`` if it does not exist.
+    """
+    if folder is None:
+        return None
+    if not folder.is_dir():
+        raise ValueError(f"evaluation.task_folder={str(folder)!r}: there is no such folder")
+    return TaskFolder(folder=str(folder.resolve()), digest=digest_folder(folder)[0])
+
+
+@stage(version=1)
+def evaluate(
+    work: Work,
+    *,
+    model: ModelSource,
+    tokens: ArtifactRef,
+    checkpoint: ArtifactRef | None = None,
+    bases: ArtifactRef | None = None,
+    allocation: ArtifactRef | None = None,
+    tasks: list[str] | None = None,
+    task_folder: TaskFolder | None = None,
+    task_limit: int | None = None,
+) -> None:
+    """Publishes perplexity, parameter count and task accuracies.
+
+    Of the merged ``checkpoint``, of the untrained model that ``bases`` and ``allocation`` give, or of the dense model.
+    """
+    if checkpoint is not None:
+        subject = load_compressed(work.folder(checkpoint)).to(work.runtime.device)
+    else:
+        subject = load_model(model, work.runtime.device)
+        if bases is not None and allocation is not None:
+            merge_initial(work, subject, bases, allocation)
+    windows = read_tokens(work, tokens)
+    with work.progress() as progress:
+        perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress)
+    result: dict[str, Any] = {
+        "perplexity": perplexity,
+        "tokens": windows.numel(),
+        "windows": len(windows),
+        "parameters": sum(p.numel() for p in subject.parameters()),
+    }
+    if tasks:
+        result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
+    write_json(work.output / EVALUATION, result)
+
+
+@stage(version=1)
+def joint_kl(work: Work, *, model: ModelSource, bases: ArtifactRef, allocation: ArtifactRef, tokens: ArtifactRef) -> None:
+    """Publishes the KL, in nats per token, of the whole allocation applied at once, untrained."""
+    units, tensors = read_bases(work, bases)
+    loaded = load_model(model, work.runtime.device)
+    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
+    sensitivity = Sensitivity(loaded, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch)
+    write_json(work.output / EVALUATION, {"kl_joint": sensitivity.joint(read_removed(work, allocation))})
+
+
+def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
+    result: dict[str, Any] = read_json(work.folder(evaluation) / EVALUATION)
+    return result
+
+
+@torch.inference_mode()
+def measure_perplexity(model: PreTrainedModel, windows: Tensor, micro_batch: int, progress: Progress) -> float:  # (B, T)
+    """Returns exp of the mean next-token loss over all windows, each predicted from its own beginning.
+
+    Errors: ``NonFiniteError`` naming the first window whose logits are not finite.
+    """
+    total, count = 0.0, 0
+    for start in range(0, len(windows), micro_batch):
+        batch = windows[start : start + micro_batch].to(model.device)
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+        losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(len(batch), -1)
+        finite = torch.isfinite(losses).all(1) & torch.isfinite(logits).flatten(1).all(1)
+        if not finite.all():
+            window = start + int((~finite).nonzero()[0])
+            raise NonFiniteError(f"the logits of test window {window} hold a NaN or an infinity: the model is broken, or overflows")
+        total += losses.sum(dtype=torch.float64).item()
+        count += losses.numel()
+        progress(start + len(batch), len(windows))
+    return math.exp(total / count)
+
+
+def run_tasks(
+    work: Work, model: PreTrainedModel, source: ModelSource, tasks: list[str], folder: TaskFolder | None, limit: int | None
+) -> dict[str, dict[str, float]]:
+    """Returns the zero-shot metrics of each lm-eval task; ``acc`` is plain accuracy."""
+    from lm_eval import simple_evaluate  # several seconds to import
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager(include_path=None if folder is None else folder.folder)
+    unknown = [name for name in tasks if name not in known.all_tasks]
+    if unknown:
+        raise ValueError(f"evaluation.tasks: lm-eval knows no {', '.join(unknown)}: list its tasks with `lm-eval ls tasks`")
+    wrapped = HFLM(
+        pretrained=model,
+        tokenizer=load_tokenizer(source.tokenizer),
+        batch_size=work.runtime.task_batch_size,
+        device=str(model.device),
+    )
+    results = simple_evaluate(model=wrapped, tasks=tasks, num_fewshot=0, limit=limit, task_manager=known, bootstrap_iters=0)
+    return {
+        name: {metric.split(",")[0]: value for metric, value in metrics.items() if isinstance(value, float) and "stderr" not in metric}
+        for name, metrics in results["results"].items()
+    }

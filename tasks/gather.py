@@ -1,0 +1,40 @@
+"""gather: model, token blocks -> units and their Gram matrices."""
+
+from typing import Literal
+
+import torch
+
+from lsp_core.gram import gather_grams
+from lsp_core.units import KVRouting, discover_units
+from storage.store import ArtifactRef
+from storage.tensors import save_tensors
+from tasks.artifacts import read_tokens, write_units
+from tasks.caching import Work, stage
+from tasks.models import ModelSource, load_model
+
+
+@stage(version=1)
+def gather(
+    work: Work,
+    *,
+    model: ModelSource,
+    tokens: ArtifactRef,
+    kv_routing: KVRouting,
+    tie: bool,
+    exclude: list[str],
+    precision: Literal["float32", "float64"],
+) -> None:
+    """Publishes the units and one Gram matrix (D, D) each."""
+    loaded = load_model(model, work.runtime.device)
+    units = discover_units(loaded, kv_routing=kv_routing, tie=tie, exclude=exclude)
+    with work.progress() as progress:
+        grams = gather_grams(
+            loaded,
+            units,
+            read_tokens(work, tokens),
+            micro_batch=work.runtime.micro_batch,
+            precision=getattr(torch, precision),
+            progress=progress,
+        )
+    write_units(work.output, units)
+    save_tensors(work.output, grams)

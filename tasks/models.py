@@ -1,0 +1,177 @@
+"""The model to compress: found and digested once, loaded by each stage that runs it."""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from storage.digest import canonical_json, digest_bytes, digest_file
+from tasks.caching import Source
+
+log = logging.getLogger(__name__)
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+OTHER_FILES = ("config.json", "generation_config.json", "*.index.json", "*.py")
+
+
+class TokenizerSource(Source):
+    """A tokenizer in a local ``folder``; the digest covers its files."""
+
+    folder: str
+    trust_remote_code: bool = False
+
+
+class ModelSource(Source):
+    """A model in a local ``folder``.
+
+    The digest covers config, weights, tokenizer and ``dtype``, the resolved dtype to compute in. ``name`` is what the
+    user gave, ``revision`` the commit a hub id was resolved to.
+    """
+
+    name: str
+    folder: str
+    revision: str | None
+    dtype: str
+    trust_remote_code: bool = False
+    tokenizer: TokenizerSource
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+def find_model(
+    name_or_path: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+) -> ModelSource:
+    """Returns the model in a local folder, or downloads a hub id and returns that, with its content digested.
+
+    Errors: ``ValueError`` if there is neither, or if the folder lacks config, weights or tokenizer.
+    """
+    folder, commit = _locate(name_or_path, revision)
+    weights = _files(folder, WEIGHT_PATTERNS)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: it is not a model folder")
+    if not weights:
+        raise ValueError(f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)}): copy them there or name another folder")
+    tokenizer_files = _files(folder, TOKENIZER_FILES)
+    if not tokenizer_files:
+        raise ValueError(f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there")
+    safetensors = [path for path in weights if path.suffix == ".safetensors"]
+    tokenizer = _digest(tokenizer_files)
+    resolved = _resolve_dtype(folder, dtype, device)
+    content = {"files": _digest([*_files(folder, OTHER_FILES), *(safetensors or weights)]), "tokenizer": tokenizer, "dtype": resolved}
+    return ModelSource(
+        name=name_or_path,
+        folder=str(folder),
+        revision=commit,
+        dtype=resolved,
+        trust_remote_code=trust_remote_code,
+        digest=digest_bytes(canonical_json(content).encode()),
+        tokenizer=TokenizerSource(folder=str(folder), digest=tokenizer, trust_remote_code=trust_remote_code),
+    )
+
+
+def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
+    """Returns the model, in evaluation mode, on ``device``, every parameter frozen.
+
+    Errors: ``ValueError`` if the checkpoint lacks a weight that the model needs, or if a weight is NaN or infinite.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source.folder, dtype=source.torch_dtype, trust_remote_code=source.trust_remote_code, output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        raise ValueError(f"{source.folder}: the checkpoint lacks weights that {type(model).__name__} needs: {', '.join(missing[:5])}")
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{source.folder}: weight {name} holds a NaN or an infinity: the checkpoint is broken, get it again")
+        parameter.requires_grad_(False)
+    moved: PreTrainedModel = model.eval().to(device)
+    return moved
+
+
+def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    return tokenizer
+
+
+def positions(source: ModelSource) -> int | None:
+    """Returns how many positions the model's config allows, or None where it sets no limit."""
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_positions(source: ModelSource, sequence_length: int, setting: str) -> None:
+    """Errors: ``ValueError`` if ``sequence_length`` exceeds the model's positions."""
+    limit = positions(source)
+    if limit is not None and sequence_length > limit:
+        raise ValueError(f"{setting}={sequence_length} exceeds the {limit} positions of {source.name}: lower it to {limit} or less")
+
+
+def resolve_device(name: str) -> str:
+    """Returns the device that ``auto`` stands for, or ``name`` itself.
+
+    Errors: ``ValueError`` if this machine has no such device.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name!r} cannot be used here ({str(error).splitlines()[0]}): use cpu or auto") from None
+    return name
+
+
+def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"model.revision={revision!r} belongs to a hub id, but {name_or_path} is a local folder: drop it")
+        return folder.resolve(), None
+    if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
+        raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
+    try:
+        commit = HfApi().model_info(name_or_path, revision=revision).sha
+        patterns = [*WEIGHT_PATTERNS[:1], *TOKENIZER_FILES, *OTHER_FILES]
+        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=patterns))
+        if not _files(folder, WEIGHT_PATTERNS):
+            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]]))
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.name_or_path={name_or_path!r} is neither a local folder nor a hub id at hand: {reason}") from None
+    log.info("%s is at commit %s", name_or_path, commit)
+    return folder, commit
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _digest(files: list[Path]) -> str:
+    return digest_bytes(canonical_json({path.name: digest_file(path) for path in files}).encode())
+
+
+def _resolve_dtype(folder: Path, dtype: str, device: str) -> str:
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -1,0 +1,64 @@
+"""Progress of a stage: a bar on a terminal, a log line every so often without one, and a Prefect progress artifact."""
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.context import TaskRunContext
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_ARTIFACT_UPDATES = 5.0
+
+
+class Progress:
+    """Shows how far a piece of work has come: call it with what is done, the total, and what to show beside them."""
+
+    def __init__(self, label: str, *, terminal: bool | None = None) -> None:
+        self.label = label
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._bar: tqdm | None = None  # type: ignore[type-arg]
+        self._artifact: UUID | None = None
+        self._started = self._line_at = self._artifact_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, done: int, total: int, values: Mapping[str, float] | None = None) -> None:
+        now = time.monotonic()
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in (values or {}).items())
+        if self._terminal:
+            self._draw(done, total, shown)
+        elif now - self._line_at >= SECONDS_BETWEEN_LINES:
+            self._line_at = now
+            left = (now - self._started) / max(done, 1) * (total - done)
+            log.info("%s: %d of %d, about %.0f s left%s", self.label, done, total, left, f" ({shown})" if shown else "")
+        due = now - self._artifact_at >= SECONDS_BETWEEN_ARTIFACT_UPDATES or (done == total and self._artifact is not None)
+        if due and TaskRunContext.get() is not None:
+            self._artifact_at = now
+            self._publish(100.0 * done / total)
+
+    def _draw(self, done: int, total: int, shown: str) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, initial=0, desc=self.label, leave=False, dynamic_ncols=True)
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def _publish(self, percent: float) -> None:
+        if self._artifact is None:
+            key = "progress-" + re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
+            self._artifact = create_progress_artifact(percent, key=key, description=self.label)
+        else:
+            update_progress_artifact(self._artifact, percent)

@@ -1,0 +1,75 @@
+"""teacher and train: the dense model's outputs, computed once, and the projectors trained to match them."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lsp_core.divergence import TeacherStatistic
+from lsp_core.training import TrainingSettings, cache_teacher, default_learning_rate, train_projectors
+from storage.store import ArtifactRef
+from storage.tensors import load_tensors, save_tensors
+from tasks.allocate import read_removed
+from tasks.artifacts import read_bases, read_tokens, write_json
+from tasks.caching import Work, stage
+from tasks.models import ModelSource, load_model
+
+HISTORY = "training.json"
+TEACHER_FIELDS = ("m", "c", "entropy")
+
+
+@stage(version=1)
+def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
+    """Publishes the dense model's statistic, D + 2 numbers a token, of the training sequences."""
+    loaded = load_model(model, work.runtime.device)
+    with work.progress() as progress:
+        statistic = cache_teacher(loaded, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch, progress=progress)
+    save_tensors(work.output, {name: getattr(statistic, name) for name in TEACHER_FIELDS})
+
+
+@stage(version=1)
+def train(
+    work: Work,
+    *,
+    model: ModelSource,
+    bases: ArtifactRef,
+    allocation: ArtifactRef,
+    tokens: ArtifactRef,
+    validation: ArtifactRef,
+    dense_outputs: ArtifactRef | None,
+    objective: str,
+    learning_rate: float | None,
+    **settings: Any,
+) -> None:
+    """Publishes the best epoch's V (D, K) of every unit, and the history.
+
+    ``dense_outputs`` as ``teacher`` publishes them; without them they are recomputed for each micro-batch.
+    """
+    units, tensors = read_bases(work, bases)
+    loaded = load_model(model, work.runtime.device)
+    rate = learning_rate or default_learning_rate(sum(p.numel() for p in loaded.parameters()))
+    chosen = TrainingSettings(objective=objective, learning_rate=rate, micro_batch=work.runtime.micro_batch, **settings)
+    statistic = None if dense_outputs is None else TeacherStatistic(**load_tensors(work.folder(dense_outputs)))
+    removed = read_removed(work, allocation)
+    with work.progress() as progress:
+        result = train_projectors(
+            loaded,
+            units,
+            tensors,
+            removed,
+            read_tokens(work, tokens),
+            read_tokens(work, validation),
+            chosen,
+            teacher=statistic,
+            work=work.scratch / "checkpoint",
+            progress=progress,
+        )
+    save_tensors(work.output, result.vectors)
+    recorded = {name: value for name, value in asdict(chosen).items() if name != "micro_batch"}
+    write_json(work.output / HISTORY, {"best_epoch": result.best_epoch, "history": result.history, "settings": recorded})
+
+
+def teacher_bytes(model: ModelSource, sequences: int, length: int, hidden_size: int) -> int:
+    """Returns how much the dense outputs of the training set take in the store."""
+    number = max(4, torch.finfo(model.torch_dtype).bits // 8)
+    return sequences * length * (hidden_size + 2) * number
