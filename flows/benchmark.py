@@ -160,7 +160,9 @@ def _naive_grid(shape: Shape) -> dict[str, Any]:
         with truncated(model, {name: count}, units, bases):
             for batch, reference in zip(tokens.split(4), dense, strict=True):
                 logits = model(input_ids=batch, use_cache=False).logits
-                kl = F.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+                kl = F.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none").sum(
+                    -1
+                )
                 total += kl.sum(dtype=torch.float64).item()
         values.append(total / tokens.numel())
     return {"name": "naive", "seconds": _now(shape) - started, "peak_bytes": _peak_bytes(shape), "values": values}
@@ -188,7 +190,9 @@ def _case(shape: Shape, dtype: torch.dtype, length: int) -> _Case:
         bases=_random_bases(units, dtype, shape.device),
         removed=uniform_parameters(units, shape.ratio).removed,
         tokens=shape.tokens(sequences, length),
-        settings=TrainingSettings(learning_rate=1e-3, batch_sequences=sequences, micro_batch=2, modulation_epochs=0, orthogonality=0),
+        settings=TrainingSettings(
+            learning_rate=1e-3, batch_sequences=sequences, micro_batch=2, modulation_epochs=0, orthogonality=0
+        ),
     )
 
 
@@ -229,7 +233,9 @@ def _masks(case: _Case) -> dict[str, Tensor]:
 
 def _obvious(case: _Case, masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns V of every unit with the gradient of one step, by hooks on the dense model."""
-    vectors = {u.name: case.bases[u.name][:, u.dimension - case.removed[u.name] :].clone().requires_grad_() for u in case.units}
+    vectors = {
+        u.name: case.bases[u.name][:, u.dimension - case.removed[u.name] :].clone().requires_grad_() for u in case.units
+    }
     current: dict[str, Tensor] = {}
     handles = []
     for unit in case.units:
@@ -246,7 +252,11 @@ def _obvious(case: _Case, masks: dict[str, Tensor]) -> dict[str, Tensor]:
                 return (project(args[0]),) if current else args
 
             layer = case.model.get_submodule(name)
-            side = layer.register_forward_pre_hook(on_input) if unit.side == "input" else layer.register_forward_hook(on_output)
+            side = (
+                layer.register_forward_pre_hook(on_input)
+                if unit.side == "input"
+                else layer.register_forward_hook(on_output)
+            )
             handles.append(side)
     with frozen(case.model):
         for batch in case.tokens.to(case.model.device).split(case.settings.micro_batch):

@@ -1,4 +1,4 @@
-"""The configuration of a compression: the Prefect flow's parameters, the YAML file and the command line are this model."""
+"""The configuration of a compression: one model for the flow's parameters, the YAML file and the command line."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,7 +22,9 @@ class ModelConfig(Section):
     """The model to compress: anything that ``AutoModelForCausalLM`` loads."""
 
     name_or_path: str = Field(min_length=1, description="Local folder with config, weights and tokenizer, or a hub id.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; resolved to a commit and recorded.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub id; resolved to a commit and recorded."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
         "auto", description="Dtype to compute in; auto: the checkpoint's own on an accelerator, float32 on a CPU."
     )
@@ -63,10 +65,13 @@ class AllocationConfig(Section):
     """How the removed directions are spread over the units."""
 
     method: AllocationMethod = Field(
-        "measured_kl", description="measured_kl: greedy on the measured KL grid; uniform_parameters, uniform_rank: no grid."
+        "measured_kl",
+        description="measured_kl: greedy on the measured KL grid; uniform_parameters, uniform_rank: no grid.",
     )
     sequences: int = Field(64, ge=1, description="Sequences the KL grid is measured on, of the calibration set.")
-    text: TextSource | None = Field(None, description="Another text to measure the grid on; none: the calibration set's own.")
+    text: TextSource | None = Field(
+        None, description="Another text to measure the grid on; none: the calibration set's own."
+    )
     grid_points: int | None = Field(
         None, ge=2, le=64, description="n: removal fractions i/n are measured; none: 8, and 16 from 3B parameters on."
     )
@@ -75,7 +80,9 @@ class AllocationConfig(Section):
 class ValidationConfig(Section):
     """The held-out token blocks that choose the best epoch; never the test split."""
 
-    text: TextSource | None = Field(None, description="Text to validate on; none: held-out sequences of the calibration text.")
+    text: TextSource | None = Field(
+        None, description="Text to validate on; none: held-out sequences of the calibration text."
+    )
     sequences: int = Field(64, ge=1, description="Number of sequences.")
 
 
@@ -84,10 +91,17 @@ class EvaluationConfig(Section):
 
     text: TextSource = Field(TextSource(**WIKITEXT, split="test"), description="Test text of the perplexity.")
     max_tokens: int | None = Field(None, ge=2, description="Use at most this many tokens of the test text; none: all.")
-    sequence_length: int | None = Field(None, ge=2, description="Tokens a window; none: the calibration's sequence length.")
-    bos: Literal["none", "first", "every_window"] = Field(
-        "first", description="Where a beginning-of-sequence token goes: nowhere, before the text, or before every window."
+    sequence_length: int | None = Field(
+        None, ge=2, description="Tokens a window; none: the calibration's sequence length."
     )
+    bos: Literal["none", "first", "every_window"] = Field(
+        "first",
+        description="Where a beginning-of-sequence token goes: nowhere, before the text, or before every window.",
+    )
+    prompt: str | None = Field(
+        None, min_length=1, description="Text that every evaluated model continues, for the eye; none: no text."
+    )
+    prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
     tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
     task_folder: Path | None = Field(None, description="Folder with local lm-eval task files.")
     task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
@@ -114,12 +128,16 @@ class TrainingConfig(Section):
     learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate; none: 1e-3 below 500M parameters, 1e-4 below 6B, 3e-5 above."
     )
-    warmup_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the steps with a linearly rising learning rate.")
+    warmup_fraction: float = Field(
+        0.05, ge=0, lt=1, description="Share of the steps with a linearly rising learning rate."
+    )
     dropout: float = Field(0.05, ge=0, lt=1, description="Probability that a removed direction is kept for one step.")
-    ortho_weight: float = Field(0.05, ge=0, description="Weight of the orthogonality penalty on V.")
+    orthogonality: float = Field(0.05, ge=0, description="Weight of the orthogonality penalty on V.")
     modulation_epochs: float = Field(1.0, ge=0, description="Epochs over which alpha rises from 0 to 1.")
     patience: int = Field(3, ge=1, description="Stop after this many epochs without a better validation.")
-    checkpoint_steps: int = Field(50, ge=1, description="Optimizer steps between two checkpoints of a running training.")
+    checkpoint_steps: int = Field(
+        50, ge=1, description="Optimizer steps between two checkpoints of a running training."
+    )
     seed: int = Field(0, ge=0, description="Seed of the order of the data and of the masks.")
 
 
@@ -156,9 +174,13 @@ class CompressConfig(Section):
         0.0, ge=0, description="Drop singular values of the projected weights up to this value; 0: merge exactly."
     )
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="What the models are compared on.")
-    store: str = Field(".lsp", min_length=1, description="Where artifacts are kept: a folder, or a URI such as s3://bucket/path.")
+    store: str = Field(
+        ".lsp", min_length=1, description="Where artifacts are kept: a folder, or a URI such as s3://bucket/path."
+    )
     output: Path = Field(Path("runs/compress"), description="Folder for report, plots and checkpoints.")
-    device: str = Field("auto", description="auto: an accelerator if there is one, else the CPU; or cpu, cuda, cuda:1, mps.")
+    device: str = Field(
+        "auto", description="auto: an accelerator if there is one, else the CPU; or cpu, cuda, cuda:1, mps."
+    )
     micro_batch: int = Field(4, ge=1, description="Sequences a forward pass; changes memory and speed, not the result.")
     teacher_cache_gib: float = Field(
         8.0, ge=0, description="Keep the dense model's outputs on the training set in the store up to this size."
@@ -181,14 +203,18 @@ class CompressConfig(Section):
                 f"{self.calibration.sequences}: lower the first, raise the second, or give allocation.text"
             )
         if self.discovery.kv_routing == "input" and not self.discovery.tie:
-            raise ValueError("discovery.kv_routing=input ties Q, K and V, discovery.tie=false forbids ties: drop one of the two")
+            raise ValueError(
+                "discovery.kv_routing=input ties Q, K and V, discovery.tie=false forbids ties: drop one of the two"
+            )
         return self
 
 
-def cross_product(ratios: list[float], objectives: list[Objective], given: tuple[Target, ...] | None) -> list[dict[str, Any]]:
+def cross_product(
+    ratios: list[float], objectives: list[Objective], given: tuple[Target, ...] | None
+) -> list[dict[str, Any]]:
     """Returns the targets that command-line ratios and objectives ask for, as plain values still to be validated.
 
-    Where one of the two lists is empty, the values of ``given`` stand in for it; without them, objective kl and ratio 0.5.
+    Where one of the two lists is empty, the values of ``given`` stand in for it; without them, kl and 0.5.
     """
     given = given or (Target(ratio=0.5),)
     ratios = ratios or list(dict.fromkeys(target.ratio for target in given))

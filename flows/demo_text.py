@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 SPLITS = ("train", "validation", "test")
-EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "_bundled"}
+EXCLUDED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "_bundled",
+}
 GENERATED = {"html/entities.py", "keyword.py", "locale.py", "token.py", "lib2to3/pgen2/token.py"}  # mostly tables
 
 
@@ -68,7 +77,9 @@ def folder_documents(folder: Path) -> Iterator[Document]:
     if not paths:
         raise ValueError(f"{folder} holds no text: expected files ending in {', '.join(sorted(suffixes))}")
     for path in paths:
-        yield Document(name=path.relative_to(folder).as_posix(), text=path.read_text(encoding="utf-8", errors="replace"))
+        yield Document(
+            name=path.relative_to(folder).as_posix(), text=path.read_text(encoding="utf-8", errors="replace")
+        )
 
 
 def write_splits(documents: Iterator[Document], folder: Path) -> dict[str, Path]:
@@ -84,7 +95,9 @@ def write_splits(documents: Iterator[Document], folder: Path) -> dict[str, Path]
         lines[document.split].append(json.dumps({"name": document.name, "text": document.text}, ensure_ascii=False))
     empty = [split for split in SPLITS if not lines[split]]
     if empty:
-        raise ValueError(f"no document fell into {' and '.join(empty)}: add more files, splits go by a hash of each name")
+        raise ValueError(
+            f"no document fell into {' and '.join(empty)}: add more files, splits go by a hash of each name"
+        )
     paths = {split: folder / f"{split}.jsonl" for split in SPLITS}
     for split, path in paths.items():
         path.write_text("\n".join(lines[split]) + "\n", encoding="utf-8")

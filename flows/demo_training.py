@@ -75,10 +75,18 @@ def train_demo_model(splits: dict[str, Path], output: Path, work: Path, settings
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(_config(settings, tokenizer))
     optimizer = torch.optim.AdamW(_parameter_groups(model, settings), lr=settings.learning_rate, betas=(0.9, 0.95))
-    steps_per_epoch = (tokens["train"].numel() // settings.positions - 1) // settings.batch  # an offset costs one window
+    steps_per_epoch = (
+        tokens["train"].numel() // settings.positions - 1
+    ) // settings.batch  # an offset costs one window
     total_steps = steps_per_epoch * settings.epochs
     step, best, records = _restore(work, model, optimizer)
-    log.info("%d parameters, %d training tokens, step %d of %d", model.num_parameters(), tokens["train"].numel(), step, total_steps)
+    log.info(
+        "%d parameters, %d training tokens, step %d of %d",
+        model.num_parameters(),
+        tokens["train"].numel(),
+        step,
+        total_steps,
+    )
 
     model.train()
     started, losses = time.monotonic(), []
@@ -173,16 +181,25 @@ def _has_fast_bf16() -> bool:
 
 
 def _checkpoint(
-    work: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, step: int, best: float, records: list[dict[str, float]]
+    work: Path,
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    best: float,
+    records: list[dict[str, float]],
 ) -> None:
     state = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
     for index, moments in optimizer.state_dict()["state"].items():
         state |= {f"adam.{index}.{name}": tensor for name, tensor in moments.items()}
-    save_file(state, work / "checkpoint.tmp", metadata={"step": str(step), "best": repr(best), "log": json.dumps(records)})
+    save_file(
+        state, work / "checkpoint.tmp", metadata={"step": str(step), "best": repr(best), "log": json.dumps(records)}
+    )
     (work / "checkpoint.tmp").replace(work / "checkpoint.safetensors")
 
 
-def _restore(work: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> tuple[int, float, list[dict[str, float]]]:
+def _restore(
+    work: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer
+) -> tuple[int, float, list[dict[str, float]]]:
     path = work / "checkpoint.safetensors"
     if not path.exists():
         return 0, math.inf, []
@@ -218,7 +235,9 @@ def _publish(
         "settings": asdict(settings),
         "parameters": model.num_parameters(),
         "tokens": {split: stream.numel() for split, stream in tokens.items()},
-        "loss": {split: round(mean_loss(model, stream[:limit], settings.positions), 4) for split, stream in tokens.items()},
+        "loss": {
+            split: round(mean_loss(model, stream[:limit], settings.positions), 4) for split, stream in tokens.items()
+        },
         "log": records,
     }
     (output / "training_log.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -24,7 +24,7 @@ class IndefiniteGramError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedBasis:
-    """``q`` (D, D) orthogonal, in the Gram's dtype; its last k columns are removed at count k. ``ridge`` was added to the Gram."""
+    """``q`` (D, D) orthogonal, in the Gram's dtype; its last k columns go at count k. ``ridge``: added to the Gram."""
 
     q: Tensor
     ridge: float
@@ -52,7 +52,7 @@ def ordered_basis(unit: Unit, gram: Tensor, weights: Sequence[Tensor], *, init: 
 
 
 def cholesky_with_ridge(gram: Tensor, name: str) -> tuple[Tensor, float]:  # (D, D) -> (D, D)
-    """Returns the lower Cholesky factor of ``gram`` + ridge I, and the ridge, in the Gram's units; 0 if none was needed.
+    """Returns the lower Cholesky factor of ``gram`` + ridge I, and the ridge, in the Gram's units; 0 if none is needed.
 
     The first ridge is the paper's -lambda_min + 1e-6, or what the precision holds relative to the mean diagonal if that
     is more; then ten times as much, up to 1e-2 of the mean diagonal.
@@ -66,15 +66,17 @@ def cholesky_with_ridge(gram: Tensor, name: str) -> tuple[Tensor, float]:  # (D,
     limit = 1e-2 * mean_diagonal
     ridge = max(-smallest + 1e-6, len(gram) * torch.finfo(gram.dtype).eps * mean_diagonal)
     while ridge <= limit:
-        factor, info = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+        shift = ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        factor, info = torch.linalg.cholesky_ex(gram + shift)
         if info == 0:
             return factor, ridge
         ridge *= 10
     raise IndefiniteGramError(
-        f"the Gram matrix of unit {name} stays indefinite up to a ridge of {limit:.3g} (smallest eigenvalue {smallest:.3g}): "
-        "use more calibration tokens than the layer is wide, or precision float64"
+        f"the Gram matrix of unit {name} stays indefinite up to a ridge of {limit:.3g} (smallest eigenvalue "
+        f"{smallest:.3g}): use more calibration tokens than the layer is wide, or precision float64"
     )
 
 
 def _descending_eigenvectors(matrix: Tensor) -> Tensor:  # (D, D) -> (D, D)
-    return torch.linalg.eigh(matrix).eigenvectors.flip(-1)
+    ascending: Tensor = torch.linalg.eigh(matrix).eigenvectors
+    return ascending.flip(-1)

@@ -1,4 +1,4 @@
-"""The resumable state of projector training: V, Adam's moments, the schedule, the best V so far. Safetensors, no pickle."""
+"""The resumable state of projector training: V, Adam's moments, the schedule, the best V. Safetensors, no pickle."""
 
 import json
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ class TeacherStatistic:
 
 @torch.no_grad()
 def teacher_statistic(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> TeacherStatistic:
-    """Returns the statistic of p = softmax(W h + b) for hidden states ``h`` (T, D), head ``weight`` (V, D), ``bias`` (V,).
+    """Returns the statistic of p = softmax(W h + b): hidden states ``h`` (T, D), head ``weight`` (V, D), ``bias`` (V,).
 
     Computed in at least float32, with H(p) = logsumexp - h . m - c.
     """
@@ -48,14 +48,16 @@ def label_statistic(labels: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def divergence(h: Tensor, weight: Tensor, bias: Tensor | None, teacher: TeacherStatistic) -> Tensor:
-    """Returns KL(p || softmax(W h + b)) in nats for each token: (T, D), (V, D), (V,) -> (T,); differentiable in ``h``."""
+    """Returns KL(p || softmax(W h + b)) in nats per token: (T, D), (V, D), (V,) -> (T,); differentiable in ``h``."""
     result: Tensor = _Divergence.apply(h, weight, bias, teacher.m, teacher.c, teacher.entropy)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, m: Tensor, c: Tensor, entropy: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, m: Tensor, c: Tensor, entropy: Tensor
+    ) -> Tensor:
         ctx.dtype = h.dtype
         h, weight, bias = _at_least_float32(h, weight, bias)
         if ctx.needs_input_grad[0]:
@@ -66,7 +68,7 @@ class _Divergence(torch.autograd.Function):
         return log_partition - (h * m).sum(-1) - c - entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (direction,) = ctx.saved_tensors
         return (grad[:, None] * direction).to(ctx.dtype), None, None, None, None, None
 
@@ -89,7 +91,7 @@ def _log_partition(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  #
 
 
 def _softmax_statistics(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logsumexp(W h + b) (T,), WT q (T, D) and b . q (T,) with q the softmax, in one pass over the vocabulary."""
+    """Returns logsumexp(W h + b) (T,), WT q (T, D), b . q (T,) with q the softmax, in one pass over the vocabulary."""
     top = h.new_full((len(h), 1), -torch.inf)
     total, mean_row, mean_bias = h.new_zeros(len(h), 1), torch.zeros_like(h), h.new_zeros(len(h), 1)
     for rows, offset, logits in _logit_chunks(h, weight, bias):

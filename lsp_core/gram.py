@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lsp_core.layers import bias_of
 from lsp_core.units import Unit
 
 Progress = Callable[[int, int], None]
@@ -58,7 +59,8 @@ def gather_grams(
         for name in unit.members:
 
             def hook(module: nn.Module, _: object, output: Tensor, name: str = name) -> None:
-                accumulate(name, gram, output if module.bias is None else output - module.bias)
+                bias = bias_of(module)
+                accumulate(name, gram, output if bias is None else output - bias)
 
             yield layers[name].register_forward_hook(hook)
 

@@ -65,7 +65,8 @@ def _merge_unit(model: nn.Module, unit: Unit, layers: Sequence[nn.Module], v: Te
         shared = shared @ left[:, kept]
     projected = stacked - u @ (u.T @ stacked)
     own = shared.T @ stacked  # (R, sum of the other sides)
-    error = ((shared @ own - projected).abs().max() / stacked.abs().max().clamp_min(torch.finfo(stacked.dtype).tiny)).item()
+    scale = stacked.abs().max().clamp_min(torch.finfo(stacked.dtype).tiny)
+    error = ((shared @ own - projected).abs().max() / scale).item()
     factors = [part.to(dtype) for part in own.split(unit.others, dim=1)]
     basis = shared.to(dtype)
     if unit.side == "input":

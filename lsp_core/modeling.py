@@ -21,12 +21,14 @@ MODEL_TYPE = "lsp"
 WEIGHTS = "model.safetensors"
 
 
-def save_compressed(model: PreTrainedModel, units: Sequence[Unit], folder: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+def save_compressed(
+    model: PreTrainedModel, units: Sequence[Unit], folder: Path, *, facts: Mapping[str, Any] | None = None
+) -> None:
     """Writes a merged model to ``folder``; shared factors are stored once. ``facts`` are recorded beside the units."""
     folder.mkdir(parents=True, exist_ok=True)
-    factored = {name for name, module in model.named_modules() if isinstance(module, FactoredLinear)}
+    factored = {name: module for name, module in model.named_modules() if isinstance(module, FactoredLinear)}
     described = [
-        {"name": unit.name, "side": unit.side, "members": unit.members, "rank": model.get_submodule(unit.members[0]).rank}
+        {"name": unit.name, "side": unit.side, "members": unit.members, "rank": factored[unit.members[0]].rank}
         for unit in units
         if unit.members[0] in factored
     ]
@@ -38,7 +40,8 @@ def save_compressed(model: PreTrainedModel, units: Sequence[Unit], folder: Path,
         "units": described,
         "facts": dict(facts or {}),
     }
-    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}  # each shared one once
+    # named_parameters yields each shared factor once
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
     weights |= {name: buffer.contiguous() for name, buffer in _persistent_buffers(model)}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -57,18 +60,23 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json: it is not a saved model") from None
     if config.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{folder} holds a {config.get('model_type')!r} model, not a compressed one: load it with transformers")
+        raise ValueError(
+            f"{folder} holds a {config.get('model_type')!r} model, not a compressed one: load it with transformers"
+        )
     base = dict(config["base_config"])
     dtype = getattr(torch, config["dtype"])
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(base.pop("model_type"), **base), dtype=dtype)
+    base_config = AutoConfig.for_model(base.pop("model_type"), **base)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(base_config, dtype=dtype)
     for unit in config["units"]:
         _make_factored(model, unit["side"], unit["members"], unit["rank"])
     weights = load_file(folder / WEIGHTS)
     expected = {name for name, _ in model.named_parameters()} | {name for name, _ in _persistent_buffers(model)}
     if expected != set(weights):
-        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {sorted(expected ^ set(weights))[:5]} are missing or too many")
+        odd = sorted(expected ^ set(weights))[:5]
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {odd} are missing or too many")
     model.load_state_dict(weights, strict=False)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _make_factored(model: nn.Module, side: str, members: Sequence[str], rank: int) -> None:

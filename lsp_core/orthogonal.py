@@ -14,7 +14,7 @@ DEPENDENCE_LIMIT = 1e-6  # smallest ratio of R's diagonal entries that Cholesky-
 
 
 def orthonormalize(v: Tensor) -> Tensor:  # (D, K) -> (D, K), float64
-    """Returns U = qf(V), the orthogonal factor of the thin QR with a positive diagonal of R, in float64; differentiable.
+    """Returns U = qf(V), the orthogonal factor of the thin QR with R's diagonal positive, float64; differentiable.
 
     Errors: ``ValueError`` if V is not finite or has dependent columns.
     Source: paper, section 'Projector parameterization'.
@@ -43,7 +43,7 @@ class _Orthonormalize(torch.autograd.Function):
         return factors[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         u, r = ctx.saved_tensors
         inner = u.T @ grad
         rotation = torch.tril(inner - inner.T, -1)
@@ -64,7 +64,7 @@ class _Complement(torch.autograd.Function):
         return basis
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         u, basis = ctx.saved_tensors
         return -(basis @ (grad.T @ u)).to(ctx.dtype), None
 

@@ -46,7 +46,8 @@ class Projector:
         compute = self.weights[0].dtype
         retained = unit.dimension - removed
         self.start = q[:, :retained].to(self.weights[0].device)
-        self.v = nn.Parameter(q[:, retained:].to(self.weights[0].device, torch.promote_types(compute, torch.float32), copy=True))
+        precision = torch.promote_types(compute, torch.float32)
+        self.v = nn.Parameter(q[:, retained:].to(self.weights[0].device, precision, copy=True))
         self.form = Form.DENSE
         self._once = Once(len(layers))
         self._graph: list[Tensor] = []
@@ -90,7 +91,7 @@ class Projector:
         self._leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in graph]
 
     def backward(self) -> None:
-        """Adds to ``v.grad`` the gradients that the micro-batches left on the leaves, through one backward of the QR."""
+        """Adds to ``v.grad`` what the micro-batches left on the leaves, through one backward of the QR."""
         pairs = [(t, leaf.grad) for t, leaf in zip(self._graph, self._leaves, strict=True) if leaf.grad is not None]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs])
@@ -139,7 +140,7 @@ class _ProjectedLinear(nn.Module):
 def attached(
     model: nn.Module, units: Sequence[Unit], bases: Mapping[str, Tensor], removed: Mapping[str, int]
 ) -> Iterator[dict[str, Projector]]:
-    """Puts projectors, dense at first, on every unit with ``removed`` > 0 inside the ``with`` block; yields them by unit."""
+    """Puts projectors, dense at first, on every unit with ``removed`` > 0 inside the ``with`` block; yields them."""
     projectors: dict[str, Projector] = {}
     originals: dict[str, nn.Module] = {}
     try:

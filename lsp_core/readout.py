@@ -37,10 +37,12 @@ class Readout:
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         self.model.train(was_training)
         if not torch.isfinite(logits).all():
-            raise NonFiniteError(f"the logits of {type(self.model).__name__} hold a NaN or an infinity: check its weights and dtype")
+            raise NonFiniteError(
+                f"{type(self.model).__name__}: the logits hold a NaN or an infinity: check weights and dtype"
+            )
         expected = F.linear(hidden, head.weight, head.bias)
-        scale = expected.abs().max()
-        return expected.shape == logits.shape and bool((expected - logits).abs().max() <= 8 * torch.finfo(logits.dtype).eps * scale)
+        tolerance = 8 * torch.finfo(logits.dtype).eps * expected.abs().max()
+        return expected.shape == logits.shape and bool((expected - logits).abs().max() <= tolerance)
 
     def features(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, D), D = V where the head is not linear
         """Returns the final hidden states, or the logits where the head does more than W h + b."""

@@ -1,8 +1,8 @@
 """Measured sensitivity: the output KL that each truncation of one unit causes, the rest of the network dense.
 
-The blocks are streamed: the dense input of block b is kept for all tokens, and a candidate in block b runs block b and what
-follows, with the blocks before it passing on what they are given. Exact, and about half of the naive work. The teacher
-is kept as D + 2 numbers a token (``divergence``), never as logits.
+The blocks are streamed: the dense input of block b is kept for all tokens, and a candidate in block b runs block b and
+what follows, with the blocks before it passing on what they are given. Exact, and about half of the naive work. The
+teacher is kept as D + 2 numbers a token (``divergence``), never as logits.
 """
 
 import math
@@ -42,7 +42,13 @@ class Sensitivity:
     """
 
     def __init__(
-        self, model: PreTrainedModel, units: Sequence[Unit], bases: Mapping[str, Tensor], tokens: Tensor, *, micro_batch: int
+        self,
+        model: PreTrainedModel,
+        units: Sequence[Unit],
+        bases: Mapping[str, Tensor],
+        tokens: Tensor,
+        *,
+        micro_batch: int,
     ) -> None:
         self.model = model
         self.units = {unit.name: unit for unit in units}
@@ -67,7 +73,8 @@ class Sensitivity:
         """
         unit = self.units[name]
         self._advance_to(unit.block)
-        with torch.inference_mode(), evaluating(self.model), truncated(self.model, {name: count}, self.units, self.bases):
+        removed = {name: count}
+        with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
             kl = self._mean_kl(prefix=self.inputs)
         if not math.isfinite(kl):
             raise NonFiniteError(f"removing {count} directions of unit {name} gives a divergence of {kl}")
@@ -82,7 +89,8 @@ class Sensitivity:
         total = 0.0
         for index, batch in enumerate(self.batches):
             features, _ = self._run(batch, None if prefix is None else prefix[index])
-            total += self.readout.divergence(features.flatten(0, 1), self.teacher[index]).sum(dtype=torch.float64).item()
+            kl = self.readout.divergence(features.flatten(0, 1), self.teacher[index])
+            total += kl.sum(dtype=torch.float64).item()
         return total / self.tokens
 
     def _advance_to(self, block: int) -> None:
@@ -101,7 +109,7 @@ class Sensitivity:
     def _run(
         self, batch: Tensor, hidden: Tensor | None, *, capture: int | None = None, stop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Runs the model from block ``self.block`` on if its input ``hidden`` is given; captures the input of a block."""
+        """Runs the model, from block ``self.block`` on if its input is ``hidden``; captures a block's input."""
         captured = batch.new_empty(0)
 
         def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -118,7 +126,7 @@ class Sensitivity:
             return self.readout.features(batch), captured
 
 
-class _Reached(Exception):
+class _Reached(Exception):  # noqa: N818  (no error)
     """Ends a forward pass at a block's input."""
 
     def __init__(self, hidden: Tensor) -> None:

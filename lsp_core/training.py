@@ -1,9 +1,9 @@
 """Joint training of all projectors against the frozen model's output (paper, section 'Training procedure').
 
-One optimizer step: U = qf(V) once a unit, micro-batches differentiate leaves that depend on U, one backward through the QR,
-Adam on V. Alpha and the masks are drawn per step, the order of the data per epoch, both as functions of the seed, so the
-split into micro-batches changes nothing and a resumed run repeats an uninterrupted one. Where the paper draws alpha
-and masks per micro-batch, this draws them per optimizer step.
+One optimizer step: U = qf(V) once a unit, micro-batches differentiate leaves that depend on U, one backward through the
+QR, Adam on V. Alpha and the masks are drawn per step, the order of the data per epoch, both as functions of the seed,
+so the split into micro-batches changes nothing and a resumed run repeats an uninterrupted one. Where the paper draws
+alpha and masks per micro-batch, this draws them per optimizer step.
 """
 
 import math
@@ -53,7 +53,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, epoch 0 being the initialization."""
+    """``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization."""
 
     vectors: dict[str, Tensor]
     history: list[dict[str, float]]
@@ -77,12 +77,16 @@ def cache_teacher(
             flat = readout.statistic(features.flatten(0, 1))
             shape = batch.shape
             parts.append(
-                TeacherStatistic(m=flat.m.view(*shape, -1).cpu(), c=flat.c.view(shape).cpu(), entropy=flat.entropy.view(shape).cpu())
+                TeacherStatistic(
+                    m=flat.m.view(*shape, -1).cpu(), c=flat.c.view(shape).cpu(), entropy=flat.entropy.view(shape).cpu()
+                )
             )
             if progress is not None:
                 progress(min((index + 1) * micro_batch, len(tokens)), len(tokens), {})
     return TeacherStatistic(
-        m=torch.cat([p.m for p in parts]), c=torch.cat([p.c for p in parts]), entropy=torch.cat([p.entropy for p in parts])
+        m=torch.cat([p.m for p in parts]),
+        c=torch.cat([p.c for p in parts]),
+        entropy=torch.cat([p.entropy for p in parts]),
     )
 
 
@@ -101,8 +105,8 @@ def train_projectors(
 ) -> TrainingResult:
     """Trains the V of every unit with ``removed`` > 0 and returns the best by validation perplexity.
 
-    ``tokens`` and ``validation`` (B, T); ``bases`` (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it, recomputed for
-    each micro-batch where it is None. ``work`` keeps a checkpoint, from which a second call continues.
+    ``tokens`` and ``validation`` (B, T); ``bases`` (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it,
+    recomputed for each micro-batch where it is None. ``work`` keeps a checkpoint, from which a second call continues.
     Errors: ``NonFiniteError`` where the loss diverges.
     """
     with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
@@ -153,7 +157,9 @@ class Trainer:
         state = None if work is None else load_state(work, self.projectors, self.optimizer, self.schedule)
         if state is None:
             perplexity = self._validate()
-            state = TrainingState(step=0, best_epoch=0, best=self._vectors(), history=[{"epoch": 0, "validation_perplexity": perplexity}])
+            state = TrainingState(
+                step=0, best_epoch=0, best=self._vectors(), history=[{"epoch": 0, "validation_perplexity": perplexity}]
+            )
         while state.step < self.total_steps and not self._stops_early(state):
             state.loss_sum += self.accumulate(state.step)
             self.update()
@@ -184,21 +190,21 @@ class Trainer:
         return {name: p.v.detach().cpu().clone() for name, p in self.projectors.items()}
 
     def accumulate(self, step: int) -> float:
-        """Fills the gradient of every V for optimizer step ``step``, from 0; returns the mean objective, nats per token."""
+        """Fills the gradient of every V for optimizer step ``step``, from 0; returns the mean objective in nats."""
         self._set_forms(step)
         rows = self._rows(step)
         targets = len(rows) * (self.tokens.shape[1] - (self.settings.objective == "task"))
         mean = 0.0
         for micro in rows.split(self.settings.micro_batch):
             loss = self._loss(micro).sum() / targets
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             mean += loss.item()
         if not math.isfinite(mean):
             raise NonFiniteError(f"the training loss is {mean} at step {step + 1}: lower the learning rate")
         for projector in self.projectors.values():
             projector.backward()
         penalty = self.settings.orthogonality * torch.stack([p.penalty() for p in self.projectors.values()]).sum()
-        penalty.backward()  # type: ignore[no-untyped-call]
+        penalty.backward()
         return mean
 
     def update(self) -> None:
@@ -240,7 +246,9 @@ class Trainer:
         else:
             part = self.teacher[rows]
             teacher = TeacherStatistic(
-                m=part.m.flatten(0, 1).to(ids.device), c=part.c.flatten().to(ids.device), entropy=part.entropy.flatten().to(ids.device)
+                m=part.m.flatten(0, 1).to(ids.device),
+                c=part.c.flatten().to(ids.device),
+                entropy=part.entropy.flatten().to(ids.device),
             )
         return self.readout.divergence(self.readout.features(ids).flatten(0, 1), teacher)
 
@@ -261,7 +269,9 @@ class Trainer:
         for projector in self.projectors.values():
             projector.set_dense()
         if not math.isfinite(total):
-            raise NonFiniteError("the validation loss is not finite: lower the learning rate, or check the model's dtype")
+            raise NonFiniteError(
+                "the validation loss is not finite: lower the learning rate, or check the model's dtype"
+            )
         return math.exp(total / count)
 
 

@@ -1,8 +1,8 @@
 """Discovery of the compressible units by tracing one forward pass; no table of architectures.
 
 A unit is what shares one projector: a single linear layer, or a tied group. Layers of one parent module inside a
-repeated block that read the *same tensor* form an input-tied group (Q/K/V, gate/up). Which member makes queries, keys or
-values is read off the attention call: a member is the key projection if the key tensor depends on its output.
+repeated block that read the *same tensor* form an input-tied group (Q/K/V, gate/up). Which member makes queries, keys
+or values is read off the attention call: a member is the key projection if the key tensor depends on its output.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Unit:
         return retained * (self.dimension + sum(self.others))
 
     def saved(self, removed: int) -> int:
-        """s_u(k): parameters saved by removing ``removed`` directions; 0 where the unit stays dense, else maybe negative."""
+        """s_u(k): parameters saved by removing ``removed`` directions; 0 where it stays dense, else maybe negative."""
         return 0 if removed == 0 else self.parameters - self.factor_parameters(self.dimension - removed)
 
     @property
@@ -72,7 +72,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            repeated = isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(block) for block in child}) == 1
+            repeated = (
+                isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(block) for block in child}) == 1
+            )
             if repeated and any(isinstance(layer, LINEAR_TYPES) for layer in child.modules()):
                 blocks.extend(child.children())
             else:
@@ -80,7 +82,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     if not blocks:
-        raise ValueError(f"{type(model).__name__} has no repeated blocks with linear layers: there is nothing to compress")
+        raise ValueError(
+            f"{type(model).__name__} has no repeated blocks with linear layers: there is nothing to compress"
+        )
     return blocks
 
 
@@ -94,11 +98,13 @@ def discover_units(
     """Returns the units in the order of the forward pass; a model on the meta device will do.
 
     The forward pass runs on fake tensors, so it computes nothing. ``exclude`` are shell patterns on layer names.
-    Errors: ``ValueError`` if no layer is left, if ``exclude`` matches nothing, or if ``kv_routing`` needs roles that the trace
-    cannot tell.
+    Errors: ``ValueError`` if no layer is left, if ``exclude`` matches nothing, or if ``kv_routing`` needs roles
+    that the trace cannot tell.
     """
     if kv_routing == "input" and not tie:
-        raise ValueError("kv_routing='input' ties Q, K and V on their input, tie=false forbids ties: drop one of the two")
+        raise ValueError(
+            "kv_routing='input' ties Q, K and V on their input, tie=false forbids ties: drop one of the two"
+        )
     trace = _trace(model)
     for pattern in exclude:
         if not any(fnmatch(name, pattern) for name in trace.names.values()):
@@ -148,9 +154,11 @@ class _AttentionCalls(TorchFunctionMode):
 def _trace(model: PreTrainedModel) -> _Trace:
     blocks = find_blocks(model)
     block_of = {layer: index for index, block in enumerate(blocks) for layer in block.modules()}
-    names = {m: name for name, m in model.named_modules() if m in block_of and isinstance(m, LINEAR_TYPES)}
-    tied_embeddings = {id(p) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e for p in e.parameters()}
-    names = {m: name for m, name in names.items() if id(m.weight) not in tied_embeddings}
+    inside = [(m, name) for name, m in model.named_modules() if m in block_of and isinstance(m, LINEAR_TYPES)]
+    tied_embeddings = {
+        id(p) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e for p in e.parameters()
+    }
+    names: dict[nn.Module, str] = {m: name for m, name in inside if id(m.weight) not in tied_embeddings}
     trace = _Trace(names)
     seen: set[int] = set()
 
@@ -233,7 +241,9 @@ def _tie(
         return [(members, "input")]
     shared = [m for m, role in zip(members, roles, strict=True) if role in ({"key"}, {"value"})]
     if len(shared) != 2 or any(len(role) != 1 for role in roles):
-        raise ValueError(f"kv_routing={kv_routing!r} needs one key and one value among {names}, the traced attention call gives {roles}")
+        raise ValueError(
+            f"kv_routing={kv_routing!r} needs one key and one value among {names}, the traced attention gives {roles}"
+        )
     return [([m], None) for m in members if m not in shared] + [(shared, "output")]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from lsp_core.allocation import Allocation, UnitCurve, UnreachableRatio, greedy, uniform_parameters, uniform_rank
+from lsp_core.allocation import Allocation, UnitCurve, greedy, uniform_parameters, uniform_rank
 from lsp_core.sensitivity import removal_counts
 from lsp_core.units import Unit
 from storage.grid import KLGrid
@@ -13,6 +13,7 @@ from tasks.caching import Work, stage
 from tasks.measure import MEASURED
 
 ALLOCATION = "allocation.json"
+UNIFORM = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}
 
 
 @stage(version=1)
@@ -23,7 +24,7 @@ def allocate(work: Work, *, bases: ArtifactRef, grid: ArtifactRef | None, ratio:
         assert grid is not None
         allocation = greedy(read_curves(work, grid, units), ratio)
     else:
-        allocation = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}[method](units, ratio)
+        allocation = UNIFORM[method](units, ratio)
     write_json(work.output / ALLOCATION, _record(allocation, method))
 
 
@@ -57,10 +58,11 @@ def read_curves(work: Work, grid: ArtifactRef, units: Sequence[Unit]) -> list[Un
     return curves
 
 
-def check_reachable(units: Sequence[Unit], ratios: Sequence[float], points: int) -> None:
-    """Errors: ``UnreachableRatio`` if a ratio is above what the deepest grid point of every unit saves."""
-    total = sum(unit.parameters for unit in units)
-    largest = sum(max([0, *(unit.saved(k) for k in removal_counts(unit, points))]) for unit in units) / total
+def check_reachable(units: Sequence[Unit], ratios: Sequence[float], method: str, points: int) -> None:
+    """Errors: ``UnreachableRatio`` if ``method`` reaches one of the ratios in no way; needs no measurement."""
     for ratio in ratios:
-        if ratio > largest:
-            raise UnreachableRatio(f"ratio {ratio:g} cannot be reached on a grid of {points} points: the largest is {largest:.4f}")
+        if method != "measured_kl":
+            UNIFORM[method](units, ratio)
+            continue
+        counts = {unit: removal_counts(unit, points) for unit in units}
+        greedy([UnitCurve(unit=unit, counts=counts[unit], kl=tuple(map(float, counts[unit]))) for unit in units], ratio)

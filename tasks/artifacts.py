@@ -32,7 +32,8 @@ def write_units(folder: Path, units: list[Unit]) -> None:
 
 def read_units(folder: Path) -> list[Unit]:
     return [
-        Unit(**{**record, "members": tuple(record["members"]), "others": tuple(record["others"])}) for record in read_json(folder / UNITS)
+        Unit(**{**record, "members": tuple(record["members"]), "others": tuple(record["others"])})
+        for record in read_json(folder / UNITS)
     ]
 
 

@@ -1,7 +1,7 @@
 """Stages: functions whose output is kept in the store under a key made of everything that can change it.
 
-The key is computed before the Prefect task is called, so that an input that cannot be hashed raises. Whether the task is
-a hit is the store's word, not Prefect's: where the store has the artifact, Prefect's own record is written to match,
+The key is computed before the Prefect task is called, so that an input that cannot be hashed raises. Whether the task
+is a hit is the store's word, not Prefect's: where the store has the artifact, Prefect's own record is written to match,
 and the run shows as ``Cached``; where it has not, the record is overwritten.
 """
 
@@ -16,6 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import task
 from prefect.cache_policies import CachePolicy
 from prefect.client.schemas.objects import State, TaskRun
@@ -32,6 +33,7 @@ from tasks.progress import Progress
 
 log = logging.getLogger(__name__)
 
+Arguments = dict[str, Any]
 RETRY_DELAYS = [2.0, 20.0]  # seconds
 
 
@@ -100,7 +102,8 @@ class StoreDecides(CachePolicy):
 def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
     """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
     error = state.data
-    return isinstance(error, OSError) and not isinstance(error, (FileNotFoundError, PermissionError, ValueError))
+    lasting = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+    return isinstance(error, (OSError, httpx.TransportError)) and not isinstance(error, lasting)
 
 
 class Stage:
@@ -110,14 +113,22 @@ class Stage:
     every change of the function, or of what it calls, that changes its output.
     """
 
-    def __init__(self, function: Callable[..., None], version: int) -> None:
-        self.name = function.__name__
+    def __init__(self, function: Callable[..., None], version: int, name: str | None = None) -> None:
+        self.name = name or function.__name__
         self.version = version
         self.function = function
         self.__doc__ = function.__doc__
 
-        def body(key: str, label: str, store_uri: str, runtime: Runtime, inputs: dict[str, Any], settings: dict[str, Any]) -> ArtifactRef:
-            return self._compute(Store(store_uri), key, label, runtime, inputs, settings)
+        def body(
+            key: str,
+            label: str,
+            store_uri: str,
+            runtime: Runtime,
+            inputs: Arguments,
+            settings: Arguments,
+            hints: Arguments,
+        ) -> ArtifactRef:
+            return self._compute(Store(store_uri), key, label, runtime, inputs, settings, hints)
 
         body.__doc__ = function.__doc__
         self.task = task(
@@ -142,7 +153,14 @@ class Stage:
         return stage_key(self.name, self.version, _digests(inputs), settings)
 
     def _compute(
-        self, store: Store, key: str, label: str, runtime: Runtime, inputs: dict[str, Any], settings: dict[str, Any]
+        self,
+        store: Store,
+        key: str,
+        label: str,
+        runtime: Runtime,
+        inputs: Arguments,
+        settings: Arguments,
+        hints: Arguments,
     ) -> ArtifactRef:
         scratch = store.work_folder(key)
         with _alone(scratch.with_name(scratch.name + ".lock")):
@@ -155,7 +173,7 @@ class Stage:
             output.mkdir()
             started = time.monotonic()
             work = Work(store=store, label=label, output=output, scratch=scratch, runtime=runtime)
-            self.function(work, **inputs, **settings)
+            self.function(work, **inputs, **settings, **hints)
             ref = store.publish(
                 self.name,
                 key,
@@ -169,9 +187,9 @@ class Stage:
             return ref
 
 
-def stage(*, version: int) -> Callable[[Callable[..., None]], Stage]:
-    """Makes a ``Stage`` of a function ``(work, *, inputs and settings) -> None``."""
-    return lambda function: Stage(function, version)
+def stage(*, version: int, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+    """Makes a ``Stage`` of a function ``(work, *, inputs and settings) -> None``, named as the function or ``name``."""
+    return lambda function: Stage(function, version, name)
 
 
 @dataclass(kw_only=True)
@@ -181,16 +199,21 @@ class Stages:
     store: Store
     runtime: Runtime
     records: list[StageRecord] = field(default_factory=list)
+    _refs: dict[str, ArtifactRef] = field(default_factory=dict)
 
-    def run(self, stage: Stage, label: str = "", /, **arguments: Any) -> ArtifactRef:
-        """Runs ``stage``, or takes its artifact from the store; returns the reference.
+    def run(self, stage: Stage, label: str = "", /, *, hints: Arguments | None = None, **arguments: Any) -> ArtifactRef:
+        """Runs ``stage``, or takes its artifact from the store; returns the reference. A second call does nothing.
 
-        ``label`` tells two runs of one stage apart. Errors: whatever the stage raises.
+        ``label`` tells two runs of one stage apart; ``hints`` are arguments that cannot change the result, and are in
+        no key. Errors: whatever the stage raises.
         """
-        signature(stage.function).bind(None, **arguments)
+        hints = hints or {}
+        signature(stage.function).bind(None, **arguments, **hints)
         inputs = {name: value for name, value in arguments.items() if _holds_reference(value)}
         settings = {name: value for name, value in arguments.items() if name not in inputs}
         key = stage.key(inputs, settings)
+        if key in self._refs:
+            return self._refs[key]
         label = f"{stage.name} {label}".strip()
         started = time.monotonic()
         found = self.store.find(stage.name, key)
@@ -198,12 +221,14 @@ class Stages:
         if found is not None:
             results.write(found, key=key)
         state = stage.task.with_options(refresh_cache=found is None, result_storage=self._results_folder())(
-            key, label, self.store.uri, self.runtime, inputs, settings, return_state=True
+            key, label, self.store.uri, self.runtime, inputs, settings, hints, return_state=True
         )
         ref = state.result(raise_on_failure=True)
         assert isinstance(ref, ArtifactRef)
         seconds = round(time.monotonic() - started, 2)
         self.records.append(StageRecord(name=stage.name, label=label, key=key, state=state.name, seconds=seconds))
+        log.info("%s: %s", label, "cached" if state.name == "Cached" else f"{seconds:.1f} s")
+        self._refs[key] = ref
         return ref
 
     def _results_folder(self) -> Path:
@@ -211,17 +236,16 @@ class Stages:
 
     def _results(self) -> ResultStore:
         return ResultStore(
-            result_storage=LocalFileSystem(basepath=str(self._results_folder())), serializer=JSONSerializer(), cache_result_in_memory=False
+            result_storage=LocalFileSystem(basepath=str(self._results_folder())),
+            serializer=JSONSerializer(),
+            cache_result_in_memory=False,
         )
 
 
 def _references(value: Any, path: str) -> Iterator[tuple[str, ArtifactRef | Source]]:
     if isinstance(value, (ArtifactRef, Source)):
         yield path, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _references(item, f"{path}.{name}")
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _references(item, f"{path}.{index}")
 
@@ -231,6 +255,10 @@ def _holds_reference(value: Any) -> bool:
 
 
 def _digests(inputs: Mapping[str, Any]) -> dict[str, str]:
+    for name, value in inputs.items():
+        assert not isinstance(value, list) or all(isinstance(item, (ArtifactRef, Source)) for item in value), (
+            f"{name} mixes"
+        )
     return {path: ref.digest for name, value in inputs.items() for path, ref in _references(value, name)}
 
 

@@ -10,7 +10,15 @@ from tasks.text import Part, TextOrigin, joined_windows, token_windows
 
 @stage(version=1)
 def calibrate(
-    work: Work, *, text: TextOrigin, tokenizer: TokenizerSource, length: int, take: int, pool: int, part: Part, seed: int
+    work: Work,
+    *,
+    text: TextOrigin,
+    tokenizer: TokenizerSource,
+    length: int,
+    take: int,
+    pool: int,
+    part: Part,
+    seed: int,
 ) -> None:
     """Publishes ``take`` sequences of ``length`` tokens, drawn from the first ``pool`` of one part of ``text``."""
     loaded = load_tokenizer(tokenizer)
@@ -19,7 +27,7 @@ def calibrate(
     save_tokens(work.output, ids, {"source": text.name, "part": part, "seed": seed})
 
 
-@stage(version=1)
+@stage(version=1, name="calibrate")
 def calibrate_test(
     work: Work, *, text: TextOrigin, tokenizer: TokenizerSource, length: int, max_tokens: int | None, bos: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsp_core.gram import NonFiniteError
 from lsp_core.modeling import load_compressed
@@ -51,42 +51,50 @@ def evaluate(
     checkpoint: ArtifactRef | None = None,
     bases: ArtifactRef | None = None,
     allocation: ArtifactRef | None = None,
+    kl_tokens: ArtifactRef | None = None,
+    prompt: str | None = None,
+    prompt_tokens: int = 0,
     tasks: list[str] | None = None,
     task_folder: TaskFolder | None = None,
     task_limit: int | None = None,
 ) -> None:
-    """Publishes perplexity, parameter count and task accuracies.
+    """Publishes perplexity, parameter count, the prompt's continuation and task accuracies.
 
-    Of the merged ``checkpoint``, of the untrained model that ``bases`` and ``allocation`` give, or of the dense model.
+    Of the merged ``checkpoint``, of the untrained model (NoLSP) that ``bases`` and ``allocation`` give, or of the dense
+    model. With ``kl_tokens``, also the KL, in nats per token, of that allocation as a whole.
     """
+    result: dict[str, Any] = {}
     if checkpoint is not None:
         subject = load_compressed(work.folder(checkpoint)).to(work.runtime.device)
     else:
         subject = load_model(model, work.runtime.device)
         if bases is not None and allocation is not None:
+            if kl_tokens is not None:
+                result["kl_joint"] = _joint_kl(work, subject, bases, allocation, kl_tokens)
             merge_initial(work, subject, bases, allocation)
     windows = read_tokens(work, tokens)
     with work.progress() as progress:
         perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress)
-    result: dict[str, Any] = {
+    result |= {
         "perplexity": perplexity,
         "tokens": windows.numel(),
         "windows": len(windows),
         "parameters": sum(p.numel() for p in subject.parameters()),
     }
+    if prompt is not None:
+        result["continuation"] = continue_prompt(subject, load_tokenizer(model.tokenizer), prompt, prompt_tokens)
     if tasks:
         result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
     write_json(work.output / EVALUATION, result)
 
 
-@stage(version=1)
-def joint_kl(work: Work, *, model: ModelSource, bases: ArtifactRef, allocation: ArtifactRef, tokens: ArtifactRef) -> None:
-    """Publishes the KL, in nats per token, of the whole allocation applied at once, untrained."""
+def _joint_kl(
+    work: Work, model: PreTrainedModel, bases: ArtifactRef, allocation: ArtifactRef, tokens: ArtifactRef
+) -> float:
     units, tensors = read_bases(work, bases)
-    loaded = load_model(model, work.runtime.device)
     on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
-    sensitivity = Sensitivity(loaded, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch)
-    write_json(work.output / EVALUATION, {"kl_joint": sensitivity.joint(read_removed(work, allocation))})
+    sensitivity = Sensitivity(model, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch)
+    return sensitivity.joint(read_removed(work, allocation))
 
 
 def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
@@ -95,7 +103,9 @@ def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure_perplexity(model: PreTrainedModel, windows: Tensor, micro_batch: int, progress: Progress) -> float:  # (B, T)
+def measure_perplexity(
+    model: PreTrainedModel, windows: Tensor, micro_batch: int, progress: Progress
+) -> float:  # (B, T)
     """Returns exp of the mean next-token loss over all windows, each predicted from its own beginning.
 
     Errors: ``NonFiniteError`` naming the first window whose logits are not finite.
@@ -104,19 +114,39 @@ def measure_perplexity(model: PreTrainedModel, windows: Tensor, micro_batch: int
     for start in range(0, len(windows), micro_batch):
         batch = windows[start : start + micro_batch].to(model.device)
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
-        losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(len(batch), -1)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(
+            len(batch), -1
+        )
         finite = torch.isfinite(losses).all(1) & torch.isfinite(logits).flatten(1).all(1)
         if not finite.all():
             window = start + int((~finite).nonzero()[0])
-            raise NonFiniteError(f"the logits of test window {window} hold a NaN or an infinity: the model is broken, or overflows")
+            raise NonFiniteError(
+                f"the logits of test window {window} hold a NaN or an infinity: the model is broken, or overflows"
+            )
         total += losses.sum(dtype=torch.float64).item()
         count += losses.numel()
         progress(start + len(batch), len(windows))
     return math.exp(total / count)
 
 
+def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int) -> str:
+    """Returns the ``count`` most likely tokens after ``prompt``, chosen one by one."""
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]], device=model.device)
+    with torch.inference_mode():
+        for _ in range(count):
+            following = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+            ids = torch.cat([ids, following[:, None]], dim=1)
+    text: str = tokenizer.decode(ids[0, -count:])
+    return text
+
+
 def run_tasks(
-    work: Work, model: PreTrainedModel, source: ModelSource, tasks: list[str], folder: TaskFolder | None, limit: int | None
+    work: Work,
+    model: PreTrainedModel,
+    source: ModelSource,
+    tasks: list[str],
+    folder: TaskFolder | None,
+    limit: int | None,
 ) -> dict[str, dict[str, float]]:
     """Returns the zero-shot metrics of each lm-eval task; ``acc`` is plain accuracy."""
     from lm_eval import simple_evaluate  # several seconds to import
@@ -126,15 +156,23 @@ def run_tasks(
     known = TaskManager(include_path=None if folder is None else folder.folder)
     unknown = [name for name in tasks if name not in known.all_tasks]
     if unknown:
-        raise ValueError(f"evaluation.tasks: lm-eval knows no {', '.join(unknown)}: list its tasks with `lm-eval ls tasks`")
+        raise ValueError(
+            f"evaluation.tasks: lm-eval knows no {', '.join(unknown)}: list its tasks with `lm-eval ls tasks`"
+        )
     wrapped = HFLM(
         pretrained=model,
         tokenizer=load_tokenizer(source.tokenizer),
         batch_size=work.runtime.task_batch_size,
         device=str(model.device),
     )
-    results = simple_evaluate(model=wrapped, tasks=tasks, num_fewshot=0, limit=limit, task_manager=known, bootstrap_iters=0)
+    results = simple_evaluate(
+        model=wrapped, tasks=tasks, num_fewshot=0, limit=limit, task_manager=known, bootstrap_iters=0
+    )
     return {
-        name: {metric.split(",")[0]: value for metric, value in metrics.items() if isinstance(value, float) and "stderr" not in metric}
+        name: {
+            metric.split(",")[0]: value
+            for metric, value in metrics.items()
+            if isinstance(value, float) and "stderr" not in metric
+        }
         for name, metrics in results["results"].items()
     }

@@ -25,7 +25,9 @@ def measure(work: Work, *, model: ModelSource, bases: ArtifactRef, tokens: Artif
     if pending:
         loaded = load_model(model, work.runtime.device)
         on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
-        sensitivity = Sensitivity(loaded, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch)
+        sensitivity = Sensitivity(
+            loaded, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch
+        )
         with work.progress() as progress:
             progress(len(units) - len(pending), len(units))
             for row in pending:

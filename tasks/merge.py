@@ -2,11 +2,10 @@
 
 from dataclasses import asdict
 
-from torch import Tensor, nn
+from torch import nn
 
 from lsp_core.merging import merge_model, removed_directions
 from lsp_core.modeling import save_compressed
-from lsp_core.units import Unit
 from storage.store import ArtifactRef
 from storage.tensors import load_tensors
 from tasks.allocate import read_removed
@@ -34,9 +33,8 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
     )
 
 
-def merge_initial(work: Work, model: nn.Module, bases: ArtifactRef, allocation: ArtifactRef) -> tuple[list[Unit], dict[str, Tensor]]:
-    """Merges the untrained projectors (NoLSP) into ``model``, in place; returns the units and their bases."""
+def merge_initial(work: Work, model: nn.Module, bases: ArtifactRef, allocation: ArtifactRef) -> None:
+    """Merges the untrained projectors (NoLSP) into ``model``, in place."""
     units, tensors = read_bases(work, bases)
     removed = read_removed(work, allocation)
     merge_model(model, units, {name: removed_directions(tensors[name], count) for name, count in removed.items()})
-    return units, tensors

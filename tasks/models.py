@@ -4,10 +4,18 @@ import json
 import logging
 from pathlib import Path
 
+import httpx
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from storage.digest import canonical_json, digest_bytes, digest_file
 from tasks.caching import Source
@@ -56,7 +64,12 @@ class ModelSource(Source):
 
 
 def find_model(
-    name_or_path: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
 ) -> ModelSource:
     """Returns the model in a local folder, or downloads a hub id and returns that, with its content digested.
 
@@ -67,14 +80,22 @@ def find_model(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is not a model folder")
     if not weights:
-        raise ValueError(f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)}): copy them there or name another folder")
+        raise ValueError(
+            f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)}): copy them there or name another folder"
+        )
     tokenizer_files = _files(folder, TOKENIZER_FILES)
     if not tokenizer_files:
-        raise ValueError(f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there")
+        raise ValueError(
+            f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there"
+        )
     safetensors = [path for path in weights if path.suffix == ".safetensors"]
     tokenizer = _digest(tokenizer_files)
     resolved = _resolve_dtype(folder, dtype, device)
-    content = {"files": _digest([*_files(folder, OTHER_FILES), *(safetensors or weights)]), "tokenizer": tokenizer, "dtype": resolved}
+    content = {
+        "files": _digest([*_files(folder, OTHER_FILES), *(safetensors or weights)]),
+        "tokenizer": tokenizer,
+        "dtype": resolved,
+    }
     return ModelSource(
         name=name_or_path,
         folder=str(folder),
@@ -96,10 +117,14 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     )
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
-        raise ValueError(f"{source.folder}: the checkpoint lacks weights that {type(model).__name__} needs: {', '.join(missing[:5])}")
+        raise ValueError(
+            f"{source.folder}: the checkpoint lacks weights that {type(model).__name__} needs: {', '.join(missing[:5])}"
+        )
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise ValueError(f"{source.folder}: weight {name} holds a NaN or an infinity: the checkpoint is broken, get it again")
+            raise ValueError(
+                f"{source.folder}: weight {name} holds a NaN or an infinity: the checkpoint is broken, get it again"
+            )
         parameter.requires_grad_(False)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
@@ -107,21 +132,33 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     """Returns the tokenizer."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        source.folder, trust_remote_code=source.trust_remote_code
+    )
     return tokenizer
 
 
-def positions(source: ModelSource) -> int | None:
-    """Returns how many positions the model's config allows, or None where it sets no limit."""
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code).get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+def load_skeleton(source: ModelSource) -> PreTrainedModel:
+    """Returns the model on the meta device: its layers and shapes, without a weight."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            _config(source), trust_remote_code=source.trust_remote_code
+        )
+    return model
+
+
+def _config(source: ModelSource) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+    return config
 
 
 def check_positions(source: ModelSource, sequence_length: int, setting: str) -> None:
     """Errors: ``ValueError`` if ``sequence_length`` exceeds the model's positions."""
-    limit = positions(source)
+    limit = getattr(_config(source).get_text_config(), "max_position_embeddings", None)
     if limit is not None and sequence_length > limit:
-        raise ValueError(f"{setting}={sequence_length} exceeds the {limit} positions of {source.name}: lower it to {limit} or less")
+        raise ValueError(
+            f"{setting}={sequence_length} exceeds the {limit} positions of {source.name}: lower it to {limit} or less"
+        )
 
 
 def resolve_device(name: str) -> str:
@@ -135,15 +172,27 @@ def resolve_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={name!r} cannot be used here ({str(error).splitlines()[0]}): use cpu or auto") from None
+        raise ValueError(
+            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}): use cpu or auto"
+        ) from None
     return name
+
+
+def resolve_precision(precision: str, device: str) -> str:
+    """Returns the dtype that ``auto`` stands for on ``device``, or ``precision`` itself; says what it picked."""
+    if precision == "auto":
+        precision = "float32" if device.startswith("mps") else "float64"
+        log.info("precision auto: %s on %s", precision, device)
+    return precision
 
 
 def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise ValueError(f"model.revision={revision!r} belongs to a hub id, but {name_or_path} is a local folder: drop it")
+            raise ValueError(
+                f"model.revision={revision!r} belongs to a hub id, but {name_or_path} is a local folder: drop it"
+            )
         return folder.resolve(), None
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
@@ -152,10 +201,16 @@ def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
         patterns = [*WEIGHT_PATTERNS[:1], *TOKENIZER_FILES, *OTHER_FILES]
         folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=patterns))
         if not _files(folder, WEIGHT_PATTERNS):
-            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]]))
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+            folder = Path(
+                snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]])
+            )
+    except (httpx.HTTPError, OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.name_or_path={name_or_path!r} is neither a local folder nor a hub id at hand: {reason}") from None
+        if not isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
+            raise ConnectionError(f"the hub cannot be asked for {name_or_path}: {reason}") from error
+        raise ValueError(
+            f"model.name_or_path={name_or_path!r} is neither a local folder nor a hub id at hand: {reason}"
+        ) from None
     log.info("%s is at commit %s", name_or_path, commit)
     return folder, commit
 

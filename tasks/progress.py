@@ -32,7 +32,9 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -45,7 +47,9 @@ class Progress:
             self._line_at = now
             left = (now - self._started) / max(done, 1) * (total - done)
             log.info("%s: %d of %d, about %.0f s left%s", self.label, done, total, left, f" ({shown})" if shown else "")
-        due = now - self._artifact_at >= SECONDS_BETWEEN_ARTIFACT_UPDATES or (done == total and self._artifact is not None)
+        due = now - self._artifact_at >= SECONDS_BETWEEN_ARTIFACT_UPDATES or (
+            done == total and self._artifact is not None
+        )
         if due and TaskRunContext.get() is not None:
             self._artifact_at = now
             self._publish(100.0 * done / total)

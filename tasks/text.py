@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import numpy as np
 import pyarrow.parquet
 from huggingface_hub import HfApi
@@ -22,7 +23,7 @@ HELD_OUT_EVERY = 16  # one window in 16 belongs to the validation part of a sour
 
 
 class TextOrigin(Source):
-    """Text at a local ``path`` or in a hub ``dataset`` at a commit; the digest covers the content and how it is read."""
+    """Text at a local ``path`` or in a hub ``dataset`` at a commit; the digest covers content and way of reading."""
 
     path: str | None
     dataset: str | None
@@ -53,7 +54,9 @@ def find_text(
     """
     if path is not None:
         files = _text_files(path)
-        names = {file.relative_to(path).as_posix() if file != path else file.suffix: digest_file(file) for file in files}
+        names = {
+            file.relative_to(path).as_posix() if file != path else file.suffix: digest_file(file) for file in files
+        }
         content: dict[str, object] = {"files": names}
     else:
         assert dataset is not None
@@ -77,7 +80,9 @@ def documents(origin: TextOrigin) -> Iterator[str]:
     if origin.path is None:
         import datasets  # a second to import, and needed for hub datasets only
 
-        rows = datasets.load_dataset(origin.dataset, origin.config, split=origin.split, revision=origin.revision, streaming=True)
+        rows = datasets.load_dataset(
+            origin.dataset, origin.config, split=origin.split, revision=origin.revision, streaming=True
+        )
         for row in rows:  # streamed: a source like C4 is never downloaded whole
             if origin.field not in row:
                 raise ValueError(f"{origin.name} has no field {origin.field!r}, only {', '.join(row)}")
@@ -90,9 +95,9 @@ def documents(origin: TextOrigin) -> Iterator[str]:
 def token_windows(
     origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, *, length: int, take: int, pool: int, part: Part, seed: int
 ) -> np.ndarray:  # -> (take, length) int64
-    """Returns ``take`` windows of ``length`` tokens drawn, without overlap, from the first ``pool`` windows of ``part``.
+    """Returns ``take`` windows of ``length`` tokens drawn, without overlap, from the first ``pool`` of ``part``.
 
-    Every sixteenth window of a source is its validation part, the others its calibration part: they never share a token.
+    Every sixteenth window of a source is its validation part, the others its calibration part.
     Errors: ``ValueError`` with the counts if the text is too short.
     """
     chosen = list(islice(_windows_of(part, origin, tokenizer, length), pool))
@@ -120,7 +125,9 @@ def joined_windows(
     body = length - 1 if start is not None and bos == "every_window" else length
     count = len(ids) // body
     if count == 0:
-        raise ValueError(f"{origin.name} gives {len(ids)} tokens, less than one window of {length}: add text or shorten the windows")
+        raise ValueError(
+            f"{origin.name} gives {len(ids)} tokens, less than one window of {length}: add text or shorten the windows"
+        )
     windows = ids[: count * body].reshape(count, body)
     return windows if body == length else np.concatenate([np.full((count, 1), start), windows], axis=1)
 
@@ -130,7 +137,9 @@ def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return start if isinstance(start, int) else None
 
 
-def _windows_of(part: Part, origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[np.ndarray]:
+def _windows_of(
+    part: Part, origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[np.ndarray]:
     for index, window in enumerate(_windows(origin, tokenizer, length)):
         held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         if part == "all" or held_out == (part == "validation"):
@@ -142,7 +151,9 @@ def _windows(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int
     for text in documents(origin):
         if not text:
             continue
-        ids = np.asarray(tokenizer(text + origin.separator, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+        ids = np.asarray(
+            tokenizer(text + origin.separator, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64
+        )
         rest = np.concatenate([rest, ids])
         whole = len(rest) // length * length
         yield from rest[:whole].reshape(-1, length)
@@ -159,7 +170,9 @@ def _text_files(path: Path) -> list[Path]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file or folder to read text from")
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: text is read from files ending in {', '.join(sorted(SUFFIXES))}, or a folder of them")
+        raise ValueError(
+            f"{path}: text is read from files ending in {', '.join(sorted(SUFFIXES))}, or a folder of them"
+        )
     return [path]
 
 
@@ -193,6 +206,8 @@ def _json_text(line: str, field: str, place: str) -> str:
 def _dataset_commit(dataset: str, revision: str | None) -> str | None:
     try:
         return HfApi().dataset_info(dataset, revision=revision).sha
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (httpx.HTTPError, OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
+        if not isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
+            raise ConnectionError(f"the hub cannot be asked for dataset {dataset}: {reason}") from error
         raise ValueError(f"dataset {dataset!r} is not at hand on the hub: {reason}") from None

@@ -18,12 +18,14 @@ HISTORY = "training.json"
 TEACHER_FIELDS = ("m", "c", "entropy")
 
 
-@stage(version=1)
+@stage(version=1, name="train")
 def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
     """Publishes the dense model's statistic, D + 2 numbers a token, of the training sequences."""
     loaded = load_model(model, work.runtime.device)
     with work.progress() as progress:
-        statistic = cache_teacher(loaded, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch, progress=progress)
+        statistic = cache_teacher(
+            loaded, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch, progress=progress
+        )
     save_tensors(work.output, {name: getattr(statistic, name) for name in TEACHER_FIELDS})
 
 
@@ -36,14 +38,15 @@ def train(
     allocation: ArtifactRef,
     tokens: ArtifactRef,
     validation: ArtifactRef,
-    dense_outputs: ArtifactRef | None,
     objective: str,
     learning_rate: float | None,
+    dense_outputs: ArtifactRef | None = None,
     **settings: Any,
 ) -> None:
     """Publishes the best epoch's V (D, K) of every unit, and the history.
 
-    ``dense_outputs`` as ``teacher`` publishes them; without them they are recomputed for each micro-batch.
+    ``learning_rate``: none is the default for the model's size. ``dense_outputs``, a hint: as ``teacher`` publishes
+    them; without them they are recomputed for each micro-batch.
     """
     units, tensors = read_bases(work, bases)
     loaded = load_model(model, work.runtime.device)
@@ -65,8 +68,12 @@ def train(
             progress=progress,
         )
     save_tensors(work.output, result.vectors)
-    recorded = {name: value for name, value in asdict(chosen).items() if name != "micro_batch"}
-    write_json(work.output / HISTORY, {"best_epoch": result.best_epoch, "history": result.history, "settings": recorded})
+    recorded = {
+        name: value for name, value in asdict(chosen).items() if name not in ("micro_batch", "checkpoint_steps")
+    }
+    write_json(
+        work.output / HISTORY, {"best_epoch": result.best_epoch, "history": result.history, "settings": recorded}
+    )
 
 
 def teacher_bytes(model: ModelSource, sequences: int, length: int, hidden_size: int) -> int:

@@ -1,0 +1,63 @@
+"""Named tensors in a folder of safetensors files, in shards where they are many."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "tensors.json"  # {tensor name: file name}
+SHARD_BYTES = 2 << 30
+
+
+def save_tensors(
+    folder: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the tensors below ``folder``; equal tensors in equal order give equal bytes.
+
+    Pairs are taken one by one, so that no more than ``shard_bytes`` and one tensor are held at once.
+    """
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    index: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    held, number = 0, 0
+
+    def flush() -> None:
+        nonlocal held, number, shard
+        name = f"tensors-{number:05d}.safetensors"
+        save_file(shard, folder / name)
+        index.update(dict.fromkeys(shard, name))
+        held, number, shard = 0, number + 1, {}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in pairs:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > shard_bytes:
+            flush()
+        shard[name] = tensor.detach().cpu().contiguous()
+        held += size
+    flush()
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def load_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of ``folder``, or those called ``names``.
+
+    Errors: ``KeyError`` for a name that is not there.
+    """
+    return dict(iter_tensors(folder, names))
+
+
+def iter_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and tensor one by one, in the order they were written."""
+    index: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    missing = set(names or ()) - set(index)
+    if missing:
+        raise KeyError(f"{folder} holds no tensor {', '.join(sorted(missing))}")
+    for file in dict.fromkeys(index.values()):
+        with safe_open(folder / file, framework="pt") as shard:
+            for name, place in index.items():
+                if place == file and (names is None or name in names):
+                    yield name, shard.get_tensor(name)
