@@ -6,6 +6,7 @@ Nothing heavy is imported before a subcommand runs, so that ``--help`` answers a
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +69,8 @@ class Demo(BaseModel):
     store: str = Field("runs/demo/store", description="Where artifacts are kept.")
 
     def cli_cmd(self) -> None:
-        os.environ.setdefault("PREFECT_HOME", str((self.output / "prefect").resolve()))
+        home = Path(os.environ.setdefault("PREFECT_HOME", str((self.output / "prefect").resolve())))
+        home.mkdir(parents=True, exist_ok=True)
         import_prefect()
         from flows.demo import demo
 
@@ -133,7 +135,7 @@ class YamlSource(PydanticBaseSettingsSource):
 
 
 class Commands(BaseSettings):
-    """Compress pretrained language models by learned structural projections."""
+    """Compress pretrained language models by learnable subspace projections."""
 
     model_config = SettingsConfigDict(
         cli_prog_name="python -m flows",
@@ -223,8 +225,23 @@ def import_prefect() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    start_server()
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(worth_a_line)
+
+
+def start_server() -> None:
+    """Starts Prefect's temporary server, where the user's profile names none, out of the reach of Ctrl-C.
+
+    A terminal interrupts every process of its group. The server must outlive the run, to be told how that ended.
+    """
+    from prefect.client.orchestration import get_client
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the server's process
+    try:
+        get_client(sync_client=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def worth_a_line(record: logging.LogRecord) -> bool:

@@ -75,7 +75,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Puts ``module`` where ``name`` is; other names of the same layer (weight sharing) are replaced with it."""
     old = model.get_submodule(name)
     for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
+        for child_name, child in list(parent._modules.items()):  # named_children passes over second names
             if child is old:
                 setattr(parent, child_name, module)
 

@@ -69,11 +69,14 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(base_config, dtype=dtype)
     for unit in config["units"]:
         _make_factored(model, unit["side"], unit["members"], unit["rank"])
+    if not (folder / WEIGHTS).exists():
+        raise ValueError(f"{folder} holds a config.json but no {WEIGHTS}: the copy is not whole")
     weights = load_file(folder / WEIGHTS)
-    expected = {name for name, _ in model.named_parameters()} | {name for name, _ in _persistent_buffers(model)}
-    if expected != set(weights):
-        odd = sorted(expected ^ set(weights))[:5]
-        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {odd} are missing or too many")
+    expected = {name: tensor.shape for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    if expected != found:
+        odd = sorted({name for name, _ in expected.items() ^ found.items()})[:5]
+        raise ValueError(f"{folder / WEIGHTS} does not fit its config: {odd} are missing, too many or misshapen")
     model.load_state_dict(weights, strict=False)
     model.eval()
     return model

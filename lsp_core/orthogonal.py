@@ -58,7 +58,9 @@ class _Complement(torch.autograd.Function):
         u64, start64 = u.double(), start.double()
         rest = start64 - u64 @ (u64.T @ start64)
         factors = _cholesky_qr(rest)
-        basis = factors[0] if factors else torch.linalg.qr(u64, mode="complete").Q[:, u.shape[1] :]
+        # what is left of a start inside span(U) is rounding, and as well conditioned as anything
+        outside = factors is not None and factors[1].diagonal().min() > DEPENDENCE_LIMIT * start64.norm(dim=0).max()
+        basis = factors[0] if factors and outside else torch.linalg.qr(u64, mode="complete").Q[:, u.shape[1] :]
         ctx.save_for_backward(u64, basis)
         ctx.dtype = u.dtype
         return basis
@@ -93,7 +95,8 @@ def _distance_from_identity(gram: Tensor) -> float:
 def _householder_qr(v: Tensor) -> tuple[Tensor, Tensor]:
     q, r = torch.linalg.qr(v)
     diagonal = r.diagonal()
-    if not (torch.isfinite(v).all() and diagonal.abs().min() > torch.finfo(v.dtype).eps * diagonal.abs().max()):
+    rounding = max(v.shape) * torch.finfo(v.dtype).eps * diagonal.abs().max()
+    if not (torch.isfinite(v).all() and diagonal.abs().min() > rounding):
         raise ValueError(f"V of shape {tuple(v.shape)} has dependent or non-finite columns: lower the learning rate")
     signs = torch.where(diagonal < 0, -1.0, 1.0).to(v)
     return q * signs, r * signs[:, None]

@@ -42,17 +42,14 @@ class Projector:
             raise ValueError(f"unit {unit.name} cannot remove {removed} of {unit.dimension} directions")
         self.unit = unit
         self.weights = [weight_of(layer).detach() for layer in layers]
-        self.biases = [bias_of(layer) for layer in layers]
+        self.biases = [None if bias is None else bias.detach() for bias in map(bias_of, layers)]
         compute = self.weights[0].dtype
         retained = unit.dimension - removed
         self.start = q[:, :retained].to(self.weights[0].device)
         precision = torch.promote_types(compute, torch.float32)
         self.v = nn.Parameter(q[:, retained:].to(self.weights[0].device, precision, copy=True))
-        self.form = Form.DENSE
-        self._once = Once(len(layers))
-        self._graph: list[Tensor] = []
-        self._leaves: list[Tensor] = []
         self._scales: list[Tensor] = []
+        self.set_dense()
 
     def set_dense(self) -> None:
         """Members compute their pretrained output (the teacher)."""
@@ -87,6 +84,7 @@ class Projector:
 
     def _set(self, form: Form, graph: list[Tensor]) -> None:
         self.form = form
+        self._once = Once(len(self.weights))  # a latent of another U is forgotten
         self._graph = graph
         self._leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in graph]
 

@@ -75,22 +75,21 @@ class Sensitivity:
         self._advance_to(unit.block)
         removed = {name: count}
         with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            kl = self._mean_kl(prefix=self.inputs)
-        if not math.isfinite(kl):
-            raise NonFiniteError(f"removing {count} directions of unit {name} gives a divergence of {kl}")
-        return kl
+            return self._mean_kl(f"removing {count} directions of unit {name}", prefix=self.inputs)
 
     def joint(self, removed: Mapping[str, int]) -> float:
-        """Returns the KL, in nats per token, of all of ``removed`` at once."""
+        """Returns the KL, in nats per token, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
         with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._mean_kl(prefix=None)
+            return self._mean_kl("the joint allocation", prefix=None)
 
-    def _mean_kl(self, prefix: list[Tensor] | None) -> float:
+    def _mean_kl(self, what: str, *, prefix: list[Tensor] | None) -> float:
         total = 0.0
         for index, batch in enumerate(self.batches):
             features, _ = self._run(batch, None if prefix is None else prefix[index])
             kl = self.readout.divergence(features.flatten(0, 1), self.teacher[index])
             total += kl.sum(dtype=torch.float64).item()
+        if not math.isfinite(total):
+            raise NonFiniteError(f"{what} gives a divergence of {total}")
         return total / self.tokens
 
     def _advance_to(self, block: int) -> None:

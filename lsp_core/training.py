@@ -25,6 +25,7 @@ from lsp_core.readout import Readout
 from lsp_core.units import Unit
 
 Objective = Literal["kl", "task"]
+LARGEST_LOSS = 700.0  # nats; the perplexity of a greater one is no float64
 
 
 class TrainingProgress(Protocol):
@@ -268,11 +269,12 @@ class Trainer:
             count += losses.numel()
         for projector in self.projectors.values():
             projector.set_dense()
-        if not math.isfinite(total):
+        mean = total / count
+        if not mean < LARGEST_LOSS:
             raise NonFiniteError(
-                "the validation loss is not finite: lower the learning rate, or check the model's dtype"
+                f"the validation loss is {mean} nats: lower the learning rate, or check the model's dtype"
             )
-        return math.exp(total / count)
+        return math.exp(mean)
 
 
 @contextmanager

@@ -26,7 +26,11 @@ LINEAR_TYPES = (nn.Linear, Conv1D)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One projected unit. ``dimension`` is D, the projected side; ``others`` the members' other sides."""
+    """One projected unit.
+
+    ``dimension`` is D, the projected side; ``others`` the members' other sides; ``roles`` what each member makes of
+    the attention's query, key and value, in that order and joined by "+", or "".
+    """
 
     name: str
     side: Side
@@ -34,6 +38,7 @@ class Unit:
     dimension: int
     others: tuple[int, ...]
     block: int
+    roles: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -113,7 +118,7 @@ def discover_units(
     for group in trace.groups:
         members = [m for m in group.members if not any(fnmatch(trace.names[m], pattern) for pattern in exclude)]
         for subset, side in _tie(members, trace, kv_routing=kv_routing, tie=tie):
-            units.append(_unit(subset, side, trace.names, group.block))
+            units.append(_unit(subset, side, trace, group.block))
     if not units:
         raise ValueError("no targetable layer: every linear layer inside the blocks is excluded")
     return units
@@ -161,6 +166,11 @@ def _trace(model: PreTrainedModel) -> _Trace:
     names: dict[nn.Module, str] = {m: name for m, name in inside if id(m.weight) not in tied_embeddings}
     trace = _Trace(names)
     seen: set[int] = set()
+    current = 0
+
+    def enter(block: nn.Module, _: object) -> None:
+        nonlocal current
+        current = block_of[block]
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (source,) = inputs
@@ -180,11 +190,12 @@ def _trace(model: PreTrainedModel) -> _Trace:
 
     def assign_roles(call: Sequence[Tensor]) -> None:
         trace.attention_calls += 1
-        recent = {module: output for module, output in trace.outputs.items() if module not in trace.roles}
+        recent = {m: output for m, output in trace.outputs.items() if block_of[m] == current and m not in trace.roles}
         for module, roles in _dependencies(recent, call).items():
             trace.roles[module] = roles
 
     handles = [module.register_forward_hook(record) for module in names]
+    handles += [block.register_forward_pre_hook(enter) for block in blocks]
     was_training = model.training
     try:
         model.eval()
@@ -252,11 +263,11 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     return d_out, d_in
 
 
-def _unit(members: list[nn.Module], side: Side | None, names: dict[nn.Module, str], block: int) -> Unit:
+def _unit(members: list[nn.Module], side: Side | None, trace: _Trace, block: int) -> Unit:
     d_out, d_in = _shape(members[0])
     if side is None:  # a single layer is projected on its smaller side, a square one on its output side
         side = "input" if d_in < d_out else "output"
-    layers = tuple(names[m] for m in members)
+    layers = tuple(trace.names[m] for m in members)
     parent = layers[0].rpartition(".")[0]
     leaves = "+".join(layer.rpartition(".")[2] for layer in layers)
     return Unit(
@@ -266,4 +277,5 @@ def _unit(members: list[nn.Module], side: Side | None, names: dict[nn.Module, st
         dimension=d_in if side == "input" else d_out,
         others=tuple(_shape(m)[0 if side == "input" else 1] for m in members),
         block=block,
+        roles=tuple("+".join(role for role in ROLES if role in trace.roles.get(m, ())) for m in members),
     )

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from lsp_core.allocation import Allocation, UnitCurve, greedy, uniform_parameters, uniform_rank
 from lsp_core.sensitivity import removal_counts
 from lsp_core.units import Unit
-from storage.grid import KLGrid
+from storage.grid import MEASURED, KLGrid
 from storage.store import ArtifactRef
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
-from tasks.measure import MEASURED
 
 ALLOCATION = "allocation.json"
 UNIFORM = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}

@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import httpx
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from prefect import task
 from prefect.cache_policies import CachePolicy
 from prefect.client.schemas.objects import State, TaskRun
@@ -102,8 +102,8 @@ class StoreDecides(CachePolicy):
 def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
     """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
     error = state.data
-    lasting = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-    return isinstance(error, (OSError, httpx.TransportError)) and not isinstance(error, lasting)
+    lasting = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, RepositoryNotFoundError)
+    return isinstance(error, (OSError, HTTPError)) and not isinstance(error, lasting)
 
 
 class Stage:

@@ -7,13 +7,11 @@ import numpy as np
 
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.units import Unit
-from storage.grid import KLGrid
+from storage.grid import MEASURED, SKIPPED, KLGrid
 from storage.store import ArtifactRef
 from tasks.artifacts import read_bases, read_tokens
 from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model
-
-MEASURED, SKIPPED = 1, 2  # the grid's status
 
 
 @stage(version=1)

@@ -4,10 +4,8 @@ import json
 import logging
 from pathlib import Path
 
-import httpx
 import torch
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +17,7 @@ from transformers import (
 
 from storage.digest import canonical_json, digest_bytes, digest_file
 from tasks.caching import Source
+from tasks.hub import commit_of
 
 log = logging.getLogger(__name__)
 
@@ -196,21 +195,11 @@ def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
         return folder.resolve(), None
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
-    try:
-        commit = HfApi().model_info(name_or_path, revision=revision).sha
-        patterns = [*WEIGHT_PATTERNS[:1], *TOKENIZER_FILES, *OTHER_FILES]
-        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=patterns))
-        if not _files(folder, WEIGHT_PATTERNS):
-            folder = Path(
-                snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]])
-            )
-    except (httpx.HTTPError, OSError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if not isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
-            raise ConnectionError(f"the hub cannot be asked for {name_or_path}: {reason}") from error
-        raise ValueError(
-            f"model.name_or_path={name_or_path!r} is neither a local folder nor a hub id at hand: {reason}"
-        ) from None
+    commit = commit_of("model", name_or_path, revision)
+    patterns = [*WEIGHT_PATTERNS[:1], *TOKENIZER_FILES, *OTHER_FILES]
+    folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=patterns))
+    if not _files(folder, WEIGHT_PATTERNS):
+        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]]))
     log.info("%s is at commit %s", name_or_path, commit)
     return folder, commit
 

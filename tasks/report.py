@@ -105,10 +105,11 @@ def _result(
 def markdown(content: dict[str, Any]) -> str:
     """Returns a report, as ``report.json`` holds it, for people to read."""
     dense, results = content["dense"], content["results"]
+    size = f"{dense['parameters']:,} parameters"
     lines = [
         f"# {content['model']}, compressed",
         "",
-        f"Dense: perplexity {dense['perplexity']:.2f} on {dense['tokens']} test tokens, {dense['parameters']:,} parameters.",
+        f"Dense: {size}, perplexity {dense['perplexity']:.2f} on {dense['tokens']} test tokens.",
         "",
         EXPLANATION,
         "",

@@ -6,15 +6,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import httpx
 import numpy as np
 import pyarrow.parquet
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import PreTrainedTokenizerBase
 
 from storage.digest import canonical_json, digest_bytes, digest_file
 from tasks.caching import Source
+from tasks.hub import commit_of
 
 Part = Literal["all", "calibration", "validation"]
 PLAIN_SUFFIXES = {".txt", ".md", ".rst", ".py"}
@@ -60,7 +58,7 @@ def find_text(
         content: dict[str, object] = {"files": names}
     else:
         assert dataset is not None
-        revision = _dataset_commit(dataset, revision)
+        revision = commit_of("dataset", dataset, revision)
         content = {"dataset": dataset, "config": config, "split": split, "revision": revision}
     digest = digest_bytes(canonical_json(content | {"field": field, "separator": separator}).encode())
     return TextOrigin(
@@ -201,13 +199,3 @@ def _json_text(line: str, field: str, place: str) -> str:
         raise ValueError(f"{place}: there is no text in field {field!r}")
     text: str = record[field]
     return text
-
-
-def _dataset_commit(dataset: str, revision: str | None) -> str | None:
-    try:
-        return HfApi().dataset_info(dataset, revision=revision).sha
-    except (httpx.HTTPError, OSError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if not isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError)):
-            raise ConnectionError(f"the hub cannot be asked for dataset {dataset}: {reason}") from error
-        raise ValueError(f"dataset {dataset!r} is not at hand on the hub: {reason}") from None

@@ -29,12 +29,21 @@ FAMILIES = {
     # Q/K/V and gate/up tied on their input, o and down single, no biases
     "llama": lambda: LlamaConfig(**HEADS, intermediate_size=80, num_hidden_layers=3),
     # biases everywhere, a learned position offset, tied embeddings
-    "opt": lambda: OPTConfig(**HEADS, ffn_dim=96, num_hidden_layers=3, word_embed_proj_dim=48, max_position_embeddings=32),
+    "opt": lambda: OPTConfig(
+        **HEADS, ffn_dim=96, num_hidden_layers=3, word_embed_proj_dim=48, max_position_embeddings=32
+    ),
     # Conv1D layers, all of them single units
-    "gpt2": lambda: GPT2Config(n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0),
+    "gpt2": lambda: GPT2Config(
+        n_embd=48, n_head=4, n_layer=3, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+    ),
     # grouped-query attention: K and V tied on their output
     "qwen3": lambda: Qwen3Config(
-        **HEADS, intermediate_size=80, num_hidden_layers=2, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False
+        **HEADS,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=False,
     ),
     # soft-capped logits: the head is not linear; its attention is eager, so roles cannot be traced
     "gemma2": lambda: Gemma2Config(

@@ -25,7 +25,7 @@ def oracle(case, ids):
     for unit in case.units:
         gram = torch.zeros(unit.dimension, unit.dimension, dtype=torch.float64)
         for name in unit.members[: 1 if unit.side == "input" else None]:
-            for x in torch.cat([part.flatten(0, 1) for part in seen[name]]):
+            for x in torch.cat([part.reshape(-1, part.shape[-1]) for part in seen[name]]):
                 v = x if unit.side == "input" else weight_of(case.model.get_submodule(name)) @ x  # no bias
                 gram += torch.outer(v.detach(), v.detach())
         grams[unit.name] = gram
@@ -71,7 +71,9 @@ def test_leaves_nothing_behind(prepare):
     case = prepare("llama")
     case.model.train()
     steps = []
-    gather_grams(case.model, case.units, case.tokens, micro_batch=4, progress=lambda done, all_: steps.append((done, all_)))
+    gather_grams(
+        case.model, case.units, case.tokens, micro_batch=4, progress=lambda done, all_: steps.append((done, all_))
+    )
     assert steps == [(4, 6), (6, 6)]
     assert case.model.training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in case.model.modules())

@@ -1,0 +1,95 @@
+"""Analytic memory and compute of a model before and after compression, from shapes alone.
+
+Conventions, which reproduce the paper's figures: 2 bytes a parameter, all parameters; the KV cache holds the latent of an
+input-tied Q/K/V once, r_K + r_V where K and V have latents of their own, and full width where they are dense; batch 8; 128k is
+131072 tokens; the longest context leaves 6 GiB free; FLOPs are 2 (block linears + head) a token and 4 x context x
+attention width x blocks, the prefill counted as full attention with the head on every token.
+Source: paper, appendix 'Inference Efficiency'.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lsp_core.units import LINEAR_TYPES, Unit, find_blocks
+
+GIB = 2**30
+BYTES = 2  # a parameter, or a cached float
+BATCH = 8
+LONG_CONTEXT = 131_072
+SHORT_CONTEXT = 2048
+HEADROOM_GIB = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Analytic figures of one model; the names carry the units."""
+
+    parameters: int
+    weights_gib: float
+    kv_floats_per_token_per_layer: float
+    weights_plus_kv_128k_gib: float
+    max_context_k_tokens: float
+    prefill_tflop_2k: float
+    decode_gflop_2k: float
+
+
+def efficiency(
+    model: PreTrainedModel, units: Sequence[Unit], removed: Mapping[str, int], *, device_gib: float = 95.5
+) -> Efficiency:
+    """Returns the figures of ``model``, which may be on the meta device, with ``removed`` directions taken from its units.
+
+    ``max_context_k_tokens`` is in thousands of tokens a sequence at batch 8, 0 where the weights alone do not fit.
+    """
+    saved = sum(unit.saved(removed.get(unit.name, 0)) for unit in units)
+    parameters = sum(p.numel() for p in model.parameters()) - saved
+    blocks = len(find_blocks(model))
+    kv_floats = sum(_kv_floats(model, units, removed, block) for block in range(blocks)) / blocks
+    weights = BYTES * parameters
+    kv_bytes_per_token = BYTES * kv_floats * blocks * BATCH
+    room = (device_gib - HEADROOM_GIB) * GIB - weights
+    config = model.config.get_text_config()
+    attention = 4 * SHORT_CONTEXT * config.num_attention_heads * _head_width(model) * blocks  # FLOPs a token
+    linear = 2 * (_linear_parameters(model) - saved)
+    return Efficiency(
+        parameters=parameters,
+        weights_gib=weights / GIB,
+        kv_floats_per_token_per_layer=kv_floats,
+        weights_plus_kv_128k_gib=(weights + kv_bytes_per_token * LONG_CONTEXT) / GIB,
+        max_context_k_tokens=max(0.0, room / kv_bytes_per_token / 1000),
+        prefill_tflop_2k=(linear + attention) * SHORT_CONTEXT / 1e12,
+        decode_gflop_2k=(linear + attention) / 1e9,
+    )
+
+
+def _linear_parameters(model: PreTrainedModel) -> int:
+    """Returns the weights, not the biases, of the head and of the linear layers inside the blocks, shared ones once."""
+    inside = [layer for block in find_blocks(model) for layer in block.modules() if isinstance(layer, LINEAR_TYPES)]
+    head: nn.Module | None = model.get_output_embeddings()
+    weights = {id(layer.weight): layer.weight for layer in inside}
+    count = sum(weight.numel() for weight in weights.values())
+    return count + (0 if head is None else head.weight.numel())  # type: ignore[operator, union-attr]
+
+
+def _head_width(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
+
+
+def _kv_floats(model: PreTrainedModel, units: Sequence[Unit], removed: Mapping[str, int], block: int) -> int:
+    """Returns the numbers that one block caches for one token."""
+    config = model.config.get_text_config()
+    full = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * _head_width(model)
+    widths: dict[str, int] = {"key": full, "value": full}
+    for unit in units:
+        count = removed.get(unit.name, 0)
+        if unit.block != block or count == 0:
+            continue
+        feeds = {role for role in widths for member_roles in unit.roles if role in member_roles.split("+")}
+        if unit.side == "input" and feeds == set(widths):
+            return unit.dimension - count  # one latent serves both
+        widths |= dict.fromkeys(feeds, unit.dimension - count)
+    return sum(widths.values())

@@ -1,0 +1,128 @@
+"""The latent of a tied group: computed once a forward pass in eager mode, kept no longer, never stale."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lsp_core.layers import Factor, FactoredLinear, Once, replace_module
+from lsp_core.merging import merge_model
+
+
+def group(readers: int, width: int = 7, rank: int = 3) -> tuple[Factor, list[FactoredLinear]]:
+    torch.manual_seed(0)
+    shared = Factor(torch.randn(rank, width, dtype=torch.float64), readers=readers)
+    own = [Factor(torch.randn(4 + i, rank, dtype=torch.float64)) for i in range(readers)]
+    biases = [None, *(torch.randn(4 + i, dtype=torch.float64) for i in range(1, readers))]
+    return shared, [FactoredLinear(shared, factor, bias) for factor, bias in zip(own, biases, strict=True)]
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7)])
+def test_is_the_product_of_its_factors(readers, shape):
+    shared, layers = group(readers)
+    x = torch.randn(*shape, dtype=torch.float64)
+    for layer in layers:
+        weight = layer.output_factor.weight @ shared.weight
+        assert (layer(x) - F.linear(x, weight, layer.bias)).abs().max() <= 1e-13  # two sums of a few terms, reordered
+        assert (layer.in_features, layer.rank, layer.out_features) == (7, 3, weight.shape[0])
+
+
+def test_factors_are_frozen():
+    _, layers = group(2)
+    assert not any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The weights of the linear products made, in order."""
+    made: list[torch.Tensor] = []
+    plain = F.linear
+
+    def linear(x, weight, bias=None):
+        made.append(weight)
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", linear)
+    return made
+
+
+@pytest.mark.parametrize("readers", [2, 3])
+def test_latent_is_computed_once_a_pass(products, readers):
+    shared, layers = group(readers)
+    for _ in range(3):
+        x = torch.randn(5, 7, dtype=torch.float64)
+        for layer in layers:
+            layer(x)
+    assert sum(weight is shared.weight for weight in products) == 3
+
+
+def test_latent_is_computed_once_in_a_merged_model(prepare, products):
+    case = prepare("llama")
+    merge_model(case.model, case.units, {n: case.bases[n][:, -k:] for n, k in case.removed.items()})
+    factors = [m for m in case.model.modules() if isinstance(m, Factor)]
+    shared = [factor for factor in factors if factor._once.readers > 1]
+    assert len(shared) == 2 * 3  # Q/K/V and gate/up of every block
+    products.clear()
+    case.logits()
+    for factor in factors:
+        assert sum(weight is factor.weight for weight in products) == 1
+    assert all(factor._once._source is None and factor._once._result is None for factor in shared)
+
+
+def test_nothing_is_retained_after_the_last_reader():
+    _, layers = group(2)
+    x = torch.randn(5, 7, dtype=torch.float64)
+    outputs = [layer(x) for layer in layers]
+    alive = weakref.ref(x)
+    del x, outputs
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_skipped_reader_does_not_make_the_latent_stale():
+    shared, layers = group(3)
+    for seed in range(3):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for layer in layers[: 1 + seed % 2]:  # never all three
+            expected = F.linear(x, layer.output_factor.weight @ shared.weight, layer.bias)
+            assert (layer(x) - expected).abs().max() <= 1e-13
+
+
+def test_an_equal_tensor_is_another_tensor():
+    """Identity decides, so that a second pass over the same numbers is a pass of its own."""
+    calls = []
+    once = Once(2)
+    x = torch.ones(3)
+
+    def double(t):
+        calls.append(t)
+        return 2 * t
+
+    once(double, x)
+    once(double, x.clone())
+    assert len(calls) == 2
+
+
+def test_latent_carries_the_gradient_of_all_readers():
+    shared, layers = group(3)
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    sum(layer(x).square().sum() for layer in layers).backward()
+    other = x.detach().clone().requires_grad_()
+    sum(
+        F.linear(other, layer.output_factor.weight @ shared.weight, layer.bias).square().sum() for layer in layers
+    ).backward()
+    assert (x.grad - other.grad).abs().max() <= 1e-12 * other.grad.abs().max()
+
+
+def test_replace_module_reaches_every_name_of_a_layer():
+    model = nn.Module()
+    layer, other, new = nn.Linear(2, 2), nn.Linear(2, 2), nn.Identity()
+    model.a = nn.ModuleList([layer, other])
+    model.b, model.c = layer, layer  # two names in one parent, and one in another
+    replace_module(model, "a.0", new)
+    assert model.a[0] is model.b is model.c is new
+    assert model.a[1] is other
