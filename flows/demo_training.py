@@ -36,7 +36,7 @@ class DemoTraining:
     heads: int = 4
     positions: int = 256
     batch: int = 16  # sequences a step
-    epochs: int = 7
+    epochs: int = 5
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     warmup_steps: int = 200

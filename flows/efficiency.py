@@ -66,4 +66,6 @@ def _config(model: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{model} is no folder with a config.json and no hub id at hand: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{model} is no folder with a config.json and no hub id at hand: {str(error).splitlines()[0]}"
+        ) from None

@@ -1,6 +1,7 @@
 """Rank allocation: how many directions each unit removes so that a share of all parameters goes.
 
-A *ratio* is the share removed of the parameters of the targeted layers: shared factors counted once, units left dense counted.
+A *ratio* is the share removed of the parameters of the targeted layers: shared factors counted once, units left dense
+counted.
 Source: paper, section 'Measured-KL Allocation'.
 """
 
@@ -12,13 +13,13 @@ from itertools import accumulate
 from lsp_core.units import Unit
 
 
-class UnreachableRatio(ValueError):
+class UnreachableRatio(ValueError):  # noqa: N818 - the name that callers know
     """A ratio that no allocation reaches; the message states the largest that one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCurve:
-    """The measured cost of one unit: ``kl[i]``, nats per token, at removed count ``counts[i]``, ascending, without 0."""
+    """The measured cost of a unit: ``kl[i]``, nats a token, at removed count ``counts[i]``, ascending from above 0."""
 
     unit: Unit
     counts: tuple[int, ...]
@@ -47,7 +48,7 @@ class UnitCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """``removed`` directions by unit (0 where it stays dense); ``cost`` is the sum of isolated costs, NaN without curves."""
+    """``removed`` directions by unit, 0 where dense; ``cost``: the sum of isolated costs, NaN without curves."""
 
     removed: dict[str, int]
     saved: int
@@ -72,18 +73,18 @@ class Move:
 def greedy_moves(curves: Sequence[UnitCurve], ratio: float) -> list[Move]:
     """Returns the moves, none trimmed, until the savings reach ``ratio``.
 
-    Each is the one with the smallest marginal cost per saved parameter over all units and all higher grid counts that save
-    more; of equals, the one that saves most, then the first unit.
+    Each is the one with the smallest marginal cost per saved parameter over all units and all higher grid counts that
+    save more; of equals, the one that saves most, then the first unit.
     Errors: ``UnreachableRatio``; ``ValueError`` for a ratio outside (0, 1).
     """
     total = sum(curve.unit.parameters for curve in curves)
-    deepest = sum(max(0, *(curve.unit.saved(k) for k in curve.counts)) for curve in curves)
+    deepest = sum(max((0, *(curve.unit.saved(k) for k in curve.counts))) for curve in curves)
     check_ratio(ratio, deepest / total)
     state = [0] * len(curves)
     best = [_best_move(curve, 0) for curve in curves]
     moves: list[Move] = []
     saved = 0
-    while saved < ratio * total:
+    while saved < min(ratio * total, deepest):  # the product may be rounded up past what is there
         index = min((i for i, move in enumerate(best) if move), key=lambda i: (*_key(best[i]), i))
         (_, gain, after) = best[index]  # type: ignore[misc]
         moves.append(Move(unit=index, before=state[index], after=after))
@@ -94,7 +95,7 @@ def greedy_moves(curves: Sequence[UnitCurve], ratio: float) -> list[Move]:
 
 
 def greedy(curves: Sequence[UnitCurve], ratio: float) -> Allocation:
-    """Returns the measured-KL allocation, the last move trimmed to the count whose savings come nearest to the target."""
+    """Returns the measured-KL allocation, the last move trimmed to the count whose savings come nearest the target."""
     moves = greedy_moves(curves, ratio)
     removed = {curve.unit.name: 0 for curve in curves}
     for move in moves[:-1]:
@@ -112,8 +113,8 @@ def greedy(curves: Sequence[UnitCurve], ratio: float) -> Allocation:
 def uniform_parameters(units: Sequence[Unit], ratio: float) -> Allocation:
     """Returns ranks that are one share of what each layer could keep if it were factored by itself.
 
-    r_u = round(rho N_u / sum over members of (D + other side)); what a tie saves by sharing a factor raises rho until the
-    ratio is met. This reproduces the paper's uniform rows.
+    r_u = round(rho N_u / sum over members of (D + other side)); what a tie saves by sharing a factor raises rho until
+    the ratio is met. This reproduces the paper's uniform rows.
     """
 
     def retained(unit: Unit, rho: float) -> float:
@@ -152,14 +153,14 @@ def _key(move: tuple[float, int, int] | None) -> tuple[float, int]:
 
 
 def _uniform(units: Sequence[Unit], ratio: float, retained: Callable[[Unit, float], float]) -> Allocation:
-    """Binary search on the share rho over unrounded ranks, then rounds; a unit whose rank would save nothing stays dense."""
+    """Binary search on the share rho over unrounded ranks, then rounds; a unit whose rank saves nothing stays dense."""
     total = sum(unit.parameters for unit in units)
 
     def kept_at(rho: float) -> float:
-        return sum(min(unit.factor_parameters(1) * retained(unit, rho), unit.parameters) for unit in units)
+        return sum(min(u.factor_parameters(1) * max(1.0, retained(u, rho)), u.parameters) for u in units)
 
     check_ratio(ratio, 1 - sum(unit.factor_parameters(1) for unit in units) / total)
-    low, high = 0.0, 2.0
+    low, high = 0.0, float(max(len(unit.members) for unit in units))  # every unit is dense at the upper end
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if kept_at(middle) > (1 - ratio) * total else (middle, high)

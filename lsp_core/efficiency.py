@@ -1,9 +1,10 @@
 """Analytic memory and compute of a model before and after compression, from shapes alone.
 
-Conventions, which reproduce the paper's figures: 2 bytes a parameter, all parameters; the KV cache holds the latent of an
-input-tied Q/K/V once, r_K + r_V where K and V have latents of their own, and full width where they are dense; batch 8; 128k is
-131072 tokens; the longest context leaves 6 GiB free; FLOPs are 2 (block linears + head) a token and 4 x context x
-attention width x blocks, the prefill counted as full attention with the head on every token.
+Conventions, which reproduce the paper's figures: 2 bytes a parameter, all parameters; the KV cache holds the latent of
+an input-tied Q/K/V once, r_K + r_V where K and V have latents of their own, and full width where they are dense;
+batch 8; 128k is 131072 tokens; the longest context leaves 6 GiB free; FLOPs are 2 (block linears + head) a token and
+4 x context x attention width x blocks, the prefill counted as full attention with the head on every token. A factor
+that the members of an output tie share is stored once and applied by each.
 Source: paper, appendix 'Inference Efficiency'.
 """
 
@@ -39,12 +40,19 @@ class Efficiency:
 def efficiency(
     model: PreTrainedModel, units: Sequence[Unit], removed: Mapping[str, int], *, device_gib: float = 95.5
 ) -> Efficiency:
-    """Returns the figures of ``model``, which may be on the meta device, with ``removed`` directions taken from its units.
+    """Returns the figures of ``model``, which may be on the meta device, with ``removed`` directions of its units gone.
 
     ``max_context_k_tokens`` is in thousands of tokens a sequence at batch 8, 0 where the weights alone do not fit.
+    Errors: ``ValueError`` if directions are removed and the units' roles are unknown: what is cached cannot be told.
     """
-    saved = sum(unit.saved(removed.get(unit.name, 0)) for unit in units)
-    parameters = sum(p.numel() for p in model.parameters()) - saved
+    traced = model.config.get_text_config()._attn_implementation == "sdpa" or any(any(unit.roles) for unit in units)
+    if any(removed.values()) and not traced:
+        raise ValueError(
+            "the trace did not tell which layers make keys and values, so the cache cannot be counted: load the model "
+            "with attn_implementation='sdpa' if it supports that"
+        )
+    counts = [(unit, removed.get(unit.name, 0)) for unit in units]
+    parameters = sum(p.numel() for p in model.parameters()) - sum(unit.saved(k) for unit, k in counts)
     blocks = len(find_blocks(model))
     kv_floats = sum(_kv_floats(model, units, removed, block) for block in range(blocks)) / blocks
     weights = BYTES * parameters
@@ -52,7 +60,7 @@ def efficiency(
     room = (device_gib - HEADROOM_GIB) * GIB - weights
     config = model.config.get_text_config()
     attention = 4 * SHORT_CONTEXT * config.num_attention_heads * _head_width(model) * blocks  # FLOPs a token
-    linear = 2 * (_linear_parameters(model) - saved)
+    linear = 2 * (_linear_parameters(model) + sum(_products(unit, k) - unit.parameters for unit, k in counts))
     return Efficiency(
         parameters=parameters,
         weights_gib=weights / GIB,
@@ -64,13 +72,21 @@ def efficiency(
     )
 
 
+def _products(unit: Unit, removed: int) -> int:
+    """Returns how many multiplications the linear layers of a unit take a token."""
+    if removed == 0:
+        return unit.parameters
+    applied = len(unit.members) if unit.side == "output" else 1  # times that the shared factor is applied
+    return (unit.dimension - removed) * (applied * unit.dimension + sum(unit.others))
+
+
 def _linear_parameters(model: PreTrainedModel) -> int:
     """Returns the weights, not the biases, of the head and of the linear layers inside the blocks, shared ones once."""
     inside = [layer for block in find_blocks(model) for layer in block.modules() if isinstance(layer, LINEAR_TYPES)]
     head: nn.Module | None = model.get_output_embeddings()
     weights = {id(layer.weight): layer.weight for layer in inside}
     count = sum(weight.numel() for weight in weights.values())
-    return count + (0 if head is None else head.weight.numel())  # type: ignore[operator, union-attr]
+    return count + (0 if head is None else head.weight.numel())  # type: ignore[operator]
 
 
 def _head_width(model: PreTrainedModel) -> int:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from lsp_core.gram import evaluating
 from lsp_core.layers import Factor, FactoredLinear, bias_of, replace_module
 from lsp_core.orthogonal import orthonormalize
+from lsp_core.projector import attached
 from lsp_core.units import Unit, weight_of
 
 
@@ -44,6 +47,23 @@ def merge_model(
             layers = [model.get_submodule(name) for name in unit.members]
             report[unit.name] = _merge_unit(model, unit, layers, vectors[unit.name], tolerance)
     return report
+
+
+@torch.no_grad()
+def projected_logits(
+    model: PreTrainedModel, units: Sequence[Unit], vectors: Mapping[str, Tensor], ids: Tensor
+) -> Tensor:  # (B, T) -> (B, T, V)
+    """Returns the logits of the unmerged ``model`` with every projector applied to the activations at alpha = 1."""
+    bases: dict[str, Tensor] = {}
+    for name, v in vectors.items():
+        u = orthonormalize(v.to(model.device))
+        bases[name] = torch.cat([torch.linalg.qr(u, mode="complete").Q[:, u.shape[1] :], u], 1)
+    removed = {name: v.shape[1] for name, v in vectors.items()}
+    with attached(model, units, bases, removed) as projectors, evaluating(model):
+        for projector in projectors.values():
+            projector.set_activation_form(1.0, [projector.v.new_ones(projector.v.shape[1])] * len(projector.weights))
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def removed_directions(q: Tensor, removed: int) -> Tensor:  # (D, D) -> (D, K)

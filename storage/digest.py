@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ def digest_file(path: Path) -> str:
 
 
 def digest_folder(folder: Path) -> tuple[str, dict[str, tuple[str, int]]]:
-    """Returns the digest of all files below ``folder``, and each one's (sha256, size in bytes) by its relative name."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Returns the digest of all files below ``folder``, and each one's (sha256, size in bytes) by its relative name.
+
+    Links are followed. Errors: ``OSError`` for a folder that is not there, or anything below it that cannot be read.
+    """
+    paths = sorted(_files_below(folder))
     files = {path.relative_to(folder).as_posix(): (digest_file(path), path.stat().st_size) for path in paths}
     return digest_bytes(canonical_json({name: list(facts) for name, facts in files.items()}).encode()), files
 
@@ -44,6 +48,14 @@ def stage_key(stage: str, version: int, inputs: Mapping[str, str], settings: Map
     """
     parts = {"stage": stage, "version": version, "inputs": dict(inputs), "settings": dict(settings)}
     return digest_bytes(canonical_json(parts).encode())
+
+
+def _files_below(folder: Path) -> list[Path]:
+    def stop(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(folder, followlinks=True, onerror=stop)
+    return [Path(parent, name) for parent, _, names in walk for name in names]
 
 
 def _check_plain(value: Any, place: str) -> None:

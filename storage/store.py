@@ -7,6 +7,7 @@
 Publishing is atomic for readers: payload first, then the manifest under a temporary name, synced and renamed.
 """
 
+import errno
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ class StoreError(ValueError):
     """A store that cannot be read or written; the message says what, where, and what to do."""
 
 
-class ArtifactMissing(StoreError):
+class ArtifactMissing(StoreError):  # noqa: N818  (a state of the store)
     """A reference to an artifact whose files are not, or no longer, in the store."""
 
 
@@ -54,27 +55,29 @@ class ArtifactRef(BaseModel):
 class Store:
     """The store at ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
 
-    Errors: ``StoreError`` if it cannot be written to.
+    Errors: ``StoreError`` if it cannot be written to and read.
     """
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri
         try:
             self._fs, self._root = fsspec.core.url_to_fs(uri)
         except (ValueError, ImportError) as error:
             raise StoreError(f"store {uri!r} is no folder or URI that fsspec knows: {error}") from None
         self._is_local = isinstance(self._fs, LocalFileSystem)
-        self._check_writable()
+        self.uri: str = self._root if self._is_local else uri  # absolute: the working folder may change
+        self._check_usable()
 
-    def _check_writable(self) -> None:
+    def _check_usable(self) -> None:
         probe = self._path(f"probe-{uuid.uuid4().hex}")
         try:
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.pipe_file(probe, b"")
+            self._fs.cat_file(probe)
             self._fs.rm_file(probe)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise StoreError(f"store {self.uri!r} cannot be written to ({reason}): fix its permissions or name another") from None
+            problem = f"store {self.uri!r} cannot be written to and read ({reason})"
+            raise StoreError(f"{problem}: fix its permissions or name another") from None
 
     def find(self, kind: str, key: str) -> ArtifactRef | None:
         """Returns the artifact, or None where there is none or it is damaged, which is said in the log.
@@ -85,8 +88,8 @@ class Store:
         if not self._fs.exists(path):
             return None
         try:
-            manifest = _checked_manifest(self._fs.cat_file(path))
-        except (ValueError, KeyError, FileNotFoundError) as error:
+            manifest = _checked_manifest(self._fs.cat_file(path), kind, key)
+        except (ValueError, FileNotFoundError) as error:
             log.warning("%s %s: its manifest is damaged (%s); it is computed again", kind, key[:12], error)
             return None
         problem = self._payload_problem(manifest["digest"], manifest["files"])
@@ -96,7 +99,15 @@ class Store:
         return self._ref(manifest)
 
     def publish(
-        self, kind: str, key: str, folder: Path, *, inputs: Mapping[str, str], settings: Mapping[str, Any], version: int, seconds: float
+        self,
+        kind: str,
+        key: str,
+        folder: Path,
+        *,
+        inputs: Mapping[str, str],
+        settings: Mapping[str, Any],
+        version: int,
+        seconds: float,
     ) -> ArtifactRef:
         """Makes the files of ``folder`` the artifact of ``key`` and returns it; a local store moves the folder.
 
@@ -126,20 +137,27 @@ class Store:
     def local(self, ref: ArtifactRef) -> Path:
         """Returns a folder of this machine with the artifact's files; not to be written to.
 
-        Errors: ``ArtifactMissing`` if it is not in the store.
+        Errors: ``ArtifactMissing`` if it is not in the store, whole.
         """
         payload = self._path("payload", ref.digest)
+        files = self.manifest(ref)["files"]
         if self._is_local:
-            if not Path(payload).is_dir():
-                raise ArtifactMissing(f"{ref.kind} {ref.key[:12]} is not in store {self.uri!r} any more: run again")
+            if self._payload_problem(ref.digest, files) is not None:
+                raise self._missing(ref)
             return Path(payload)
         target = self._cache_folder() / "payload" / ref.digest
+        if target.is_dir() and not _has_sizes(target, files):
+            log.warning("the local copy of %s %s is damaged; it is fetched again", ref.kind, ref.key[:12])
+            _move_aside(target)
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
             try:
                 self._fs.get(payload + "/", f"{partial}/", recursive=True)
             except FileNotFoundError:
-                raise ArtifactMissing(f"{ref.kind} {ref.key[:12]} is not in store {self.uri!r} any more: run again") from None
+                raise self._missing(ref) from None
+            if not _has_sizes(partial, files):
+                shutil.rmtree(partial)
+                raise self._missing(ref)
             if not _renamed(partial, target):
                 shutil.rmtree(partial)
         return target
@@ -152,9 +170,9 @@ class Store:
     def manifest(self, ref: ArtifactRef) -> dict[str, Any]:
         """Returns the manifest of an artifact. Errors: ``ArtifactMissing``."""
         try:
-            return _checked_manifest(self._fs.cat_file(self._manifest_path(ref.kind, ref.key)))
-        except FileNotFoundError:
-            raise ArtifactMissing(f"{ref.kind} {ref.key[:12]} is not in store {self.uri!r} any more: run again") from None
+            return _checked_manifest(self._fs.cat_file(self._manifest_path(ref.kind, ref.key)), ref.kind, ref.key)
+        except (FileNotFoundError, ValueError):
+            raise self._missing(ref) from None
 
     def work_folder(self, key: str) -> Path:
         """Returns the folder of this machine for resumable work under ``key``; it need not exist."""
@@ -163,6 +181,9 @@ class Store:
     def clear_work(self, key: str) -> None:
         """Deletes the resumable work under ``key``."""
         shutil.rmtree(self.work_folder(key), ignore_errors=True)
+
+    def _missing(self, ref: ArtifactRef) -> ArtifactMissing:
+        return ArtifactMissing(f"{ref.kind} {ref.key[:12]} is not in store {self.uri!r} any more: run again")
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root.rstrip("/"), *parts))
@@ -225,8 +246,8 @@ def _renamed(source: Path, target: Path) -> bool:
     """Renames ``source`` to ``target`` and returns True, or returns False where there is a ``target`` already."""
     try:
         source.rename(target)
-    except OSError:
-        if not target.is_dir():
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
     return True
@@ -238,10 +259,16 @@ def _move_aside(folder: Path) -> None:
         folder.rename(Path(aside) / folder.name)
 
 
-def _checked_manifest(data: bytes) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(data)
-    if manifest["manifest_digest"] != _manifest_digest(manifest):
+def _has_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == files[name]["size"] for name in files)
+
+
+def _checked_manifest(data: bytes, kind: str, key: str) -> dict[str, Any]:
+    manifest = json.loads(data)
+    if not isinstance(manifest, dict) or manifest.get("manifest_digest") != _manifest_digest(manifest):
         raise ValueError("its content does not match its digest")
+    if (manifest["kind"], manifest["key"]) != (kind, key):
+        raise ValueError(f"it is that of {manifest['kind']} {manifest['key'][:12]}")
     return manifest
 
 

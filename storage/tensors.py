@@ -17,7 +17,8 @@ def save_tensors(
 ) -> None:
     """Writes the tensors below ``folder``; equal tensors in equal order give equal bytes.
 
-    Pairs are taken one by one, so that no more than ``shard_bytes`` and one tensor are held at once.
+    Pairs are taken one by one, so that no more than ``shard_bytes`` and one tensor are held at once. Errors:
+    ``ValueError`` for a name that comes twice.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     index: dict[str, str] = {}
@@ -33,6 +34,8 @@ def save_tensors(
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in pairs:
+        if name in shard or name in index:
+            raise ValueError(f"two tensors are called {name!r}")
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
@@ -56,8 +59,9 @@ def iter_tensors(folder: Path, names: Collection[str] | None = None) -> Iterator
     missing = set(names or ()) - set(index)
     if missing:
         raise KeyError(f"{folder} holds no tensor {', '.join(sorted(missing))}")
-    for file in dict.fromkeys(index.values()):
+    wanted = {name: file for name, file in index.items() if names is None or name in names}
+    for file in dict.fromkeys(wanted.values()):
         with safe_open(folder / file, framework="pt") as shard:
-            for name, place in index.items():
-                if place == file and (names is None or name in names):
+            for name, place in wanted.items():
+                if place == file:
                     yield name, shard.get_tensor(name)

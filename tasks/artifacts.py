@@ -31,10 +31,10 @@ def write_units(folder: Path, units: list[Unit]) -> None:
 
 
 def read_units(folder: Path) -> list[Unit]:
-    return [
-        Unit(**{**record, "members": tuple(record["members"]), "others": tuple(record["others"])})
-        for record in read_json(folder / UNITS)
-    ]
+    def frozen(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    return [Unit(**{name: frozen(value) for name, value in record.items()}) for record in read_json(folder / UNITS)]
 
 
 def read_bases(work: Work, bases: ArtifactRef) -> tuple[list[Unit], dict[str, Tensor]]:

@@ -2,9 +2,11 @@
 
 from dataclasses import asdict
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lsp_core.merging import merge_model, removed_directions
+from lsp_core.merging import merge_model, projected_logits, removed_directions
 from lsp_core.modeling import save_compressed
 from storage.store import ArtifactRef
 from storage.tensors import load_tensors
@@ -14,6 +16,13 @@ from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model, load_tokenizer
 
 MERGE = "merge.json"
+PROBE_TOKENS = 16
+LOGIT_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.2,
+    torch.float16: 0.05,
+}  # of the largest logit
 
 
 @stage(version=1)
@@ -21,16 +30,32 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
     """Publishes a checkpoint folder that ``load_compressed`` reads, with the tokenizer and a report of the merge."""
     units, _ = read_bases(work, bases)
     loaded = load_model(model)
-    report = merge_model(loaded, units, load_tensors(work.folder(projectors)), tolerance=tolerance)
+    vectors = load_tensors(work.folder(projectors))
+    probe = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
+    expected = projected_logits(loaded, units, vectors, probe)
+    report = merge_model(loaded, units, vectors, tolerance=tolerance)
+    difference = relative_difference(loaded, probe, expected)
+    if tolerance == 0 and difference > LOGIT_TOLERANCE[loaded.dtype]:
+        raise ValueError(
+            f"the merged model's logits differ from the projected model's by {difference:.2g} of their size"
+        )
     save_compressed(loaded, units, work.output, facts={"model": model.name, "revision": model.revision})
     load_tokenizer(model.tokenizer).save_pretrained(work.output)
     write_json(
         work.output / MERGE,
         {
+            "logit_difference": difference,
             "largest_error": max((unit.error for unit in report.values()), default=0.0),
             "units": {name: asdict(unit) for name, unit in report.items()},
         },
     )
+
+
+@torch.no_grad()
+def relative_difference(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference of the model's logits from ``expected`` (B, T, V), relative to the largest of these."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def merge_initial(work: Work, model: nn.Module, bases: ArtifactRef, allocation: ArtifactRef) -> None:

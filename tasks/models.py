@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -109,11 +110,19 @@ def find_model(
 def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     """Returns the model, in evaluation mode, on ``device``, every parameter frozen.
 
-    Errors: ``ValueError`` if the checkpoint lacks a weight that the model needs, or if a weight is NaN or infinite.
+    Errors: ``ValueError`` if the checkpoint cannot be read, if it lacks a weight that the model needs or holds it in
+    another shape, or if a weight is NaN or infinite.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype=source.torch_dtype, trust_remote_code=source.trust_remote_code, output_loading_info=True
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=source.torch_dtype,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # listed in info, and refused below with their names
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{source.folder}: the weights cannot be read ({error}): copy them there again") from None
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:
         raise ValueError(

@@ -121,11 +121,10 @@ def markdown(content: dict[str, Any]) -> str:
         lines += ["", f"![KL curves]({CURVES})"]
     names = list(dense.get("tasks", {}))
     if names:
-        rows = [["dense", "", *(f"{_accuracy(dense['tasks'][name]):.1f}" for name in names)]]
+        rows = [["dense", "", *(_accuracy(dense["tasks"][name]) for name in names)]]
         for result in results:
             for label, key in (("NoLSP", "tasks_init"), (model_label(result["objective"]), "tasks")):
-                accuracies = [f"{_accuracy(result[key][name]):.1f}" for name in names]
-                rows.append([label, f"{result['ratio']:.0%}", *accuracies])
+                rows.append([label, f"{result['ratio']:.0%}", *(_accuracy(result[key][name]) for name in names)])
         lines += ["", "## Zero-shot accuracy, %", "", *_markdown_table(["model", "removed", *names], rows)]
     if content["prompt"] is not None:
         highest = max(result["ratio"] for result in results)
@@ -192,8 +191,8 @@ def model_label(objective: str) -> str:
     return "LSP" if objective == "kl" else "LSP-T"
 
 
-def _accuracy(metrics: dict[str, float]) -> float:
-    return 100 * metrics["acc"]
+def _accuracy(metrics: dict[str, float]) -> str:
+    return f"{100 * metrics['acc']:.1f}" if "acc" in metrics else ""
 
 
 def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
@@ -51,6 +52,7 @@ def find_text(
     Errors: ``ValueError`` if it does not exist or is of an unknown kind.
     """
     if path is not None:
+        path = path.expanduser()
         files = _text_files(path)
         names = {
             file.relative_to(path).as_posix() if file != path else file.suffix: digest_file(file) for file in files
@@ -159,7 +161,6 @@ def _windows(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int
 
 
 def _text_files(path: Path) -> list[Path]:
-    path = path.expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
@@ -181,6 +182,9 @@ def _file_documents(file: Path, field: str) -> Iterator[str]:
         parquet = pyarrow.parquet.ParquetFile(file)
         if field not in parquet.schema_arrow.names:
             raise ValueError(f"{file} has no column {field!r}, only {', '.join(parquet.schema_arrow.names)}")
+        kind = parquet.schema_arrow.field(field).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise ValueError(f"{file}: its column {field!r} holds {kind}, not text")
         for batch in parquet.iter_batches(columns=[field]):
             yield from batch.column(0).to_pylist()
     else:

@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,7 +22,9 @@ from transformers import (
 
 from lsp_core.basis import ordered_basis
 from lsp_core.gram import gather_grams
-from lsp_core.units import Unit, discover_units, weight_of
+from lsp_core.projector import attached
+from lsp_core.training import Trainer, frozen
+from lsp_core.units import Side, Unit, discover_units, weight_of
 
 VOCABULARY = 101
 HEADS = {"hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCABULARY}
@@ -96,6 +99,15 @@ def build_model(family: str, dtype: torch.dtype = torch.float64, *, gain: float 
     return model
 
 
+def build_unit(side: Side, dimension: int, others: tuple[int, ...]) -> Unit:
+    """Returns a unit of layers m0, m1, ... that belong to no model."""
+    count = len(others)
+    members = tuple(f"m{i}" for i in range(count))
+    return Unit(
+        name="a.unit", side=side, members=members, dimension=dimension, others=others, block=0, roles=("",) * count
+    )
+
+
 @cache
 def _prepared(family: str) -> Case:
     model = build_model(family)
@@ -110,14 +122,23 @@ def _prepared(family: str) -> Case:
     return Case(model, units, tokens, grams, bases, removed)
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few thousand numbers: a second thread only waits, and waits long where the cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
     return build_model
+
+
+@pytest.fixture
+def make_unit() -> Callable[..., Unit]:
+    return build_unit
 
 
 @pytest.fixture
@@ -198,3 +219,32 @@ def random_gram(size: int, rank: int | None = None, *, seed: int = 0, condition:
 @pytest.fixture
 def make_gram() -> Callable[..., Tensor]:
     return random_gram
+
+
+@pytest.fixture
+def make_trainer():
+    """Opens a trainer on attached projectors."""
+
+    def make(case, stack, settings, vectors=None, **options) -> Trainer:
+        projectors = stack.enter_context(attached(case.model, case.units, case.bases, case.removed))
+        stack.enter_context(frozen(case.model))
+        trainer = Trainer(
+            case.model,
+            projectors,
+            case.tokens,
+            case.tokens[:3],
+            settings,
+            **{"teacher": None, "progress": None} | options,
+        )
+        with torch.no_grad():
+            for name, v in (vectors or {}).items():
+                projectors[name].v.copy_(v)
+        return trainer
+
+    return make
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from lsp_core.basis import IndefiniteGramError, cholesky_with_ridge, ordered_basis
 from lsp_core.gram import NonFiniteError
-from lsp_core.units import Unit
 
 TOLERANCE = 1e-10
-
-
-def unit_of(side: str, dimension: int, others: tuple[int, ...]) -> Unit:
-    members = tuple(f"m{i}" for i in range(len(others)))
-    return Unit(name="a.unit", side=side, members=members, dimension=dimension, others=others, block=0)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -35,12 +29,12 @@ def close(a: Tensor, b: Tensor, scale: Tensor) -> bool:
 
 @pytest.mark.parametrize("others", [(7,), (23,), (5, 5, 5), (19, 3)])
 @pytest.mark.parametrize("dimension", [1, 2, 13])
-def test_identity_ii_and_iii_on_the_input_side(dimension, others):
+def test_identity_ii_and_iii_on_the_input_side(make_unit, dimension, others):
     """The error of every rank is the optimum plus the excess, for single layers and for ties of unequal widths."""
     x = inputs(64, dimension, seed=dimension)
     weights = [random(d, dimension, seed=10 + i) for i, d in enumerate(others)]
     gram = x.T @ x
-    basis = ordered_basis(unit_of("input", dimension, others), gram, weights)
+    basis = ordered_basis(make_unit("input", dimension, others), gram, weights)
     assert basis.ridge == 0
     s = torch.linalg.cholesky(gram)
     stacked = torch.cat(weights)
@@ -63,12 +57,12 @@ def test_identity_ii_and_iii_on_the_input_side(dimension, others):
 
 
 @pytest.mark.parametrize("dimension", [2, 13])
-def test_whitened_shared_subspace_is_optimal_in_whitened_coordinates(dimension):
+def test_whitened_shared_subspace_is_optimal_in_whitened_coordinates(make_unit, dimension):
     """(iii): no other subspace, kept obliquely, has a smaller summed error than the whitened one."""
     x = inputs(64, dimension, seed=3)
     weights = [random(d, dimension, seed=20 + d) for d in (9, 4)]
     s = torch.linalg.cholesky(x.T @ x)
-    basis = ordered_basis(unit_of("input", dimension, (9, 4)), x.T @ x, weights)
+    basis = ordered_basis(make_unit("input", dimension, (9, 4)), x.T @ x, weights)
     for r in range(1, dimension):
         whitened = torch.linalg.qr(torch.linalg.solve_triangular(s, basis.q[:, :r], upper=False)).Q
         best = sum((w @ s @ (torch.eye(dimension) - whitened @ whitened.T)).square().sum() for w in weights)
@@ -78,9 +72,9 @@ def test_whitened_shared_subspace_is_optimal_in_whitened_coordinates(dimension):
             assert best <= other * (1 + TOLERANCE)
 
 
-def test_the_excess_vanishes_for_an_isotropic_gram():
+def test_the_excess_vanishes_for_an_isotropic_gram(make_unit):
     weight = random(9, 13, seed=4)
-    basis = ordered_basis(unit_of("input", 13, (9,)), 3.0 * torch.eye(13, dtype=torch.float64), [weight])
+    basis = ordered_basis(make_unit("input", 13, (9,)), 3.0 * torch.eye(13, dtype=torch.float64), [weight])
     sigma = torch.linalg.svdvals(weight)
     for r in range(1, 9):
         kept = basis.q[:, :r]
@@ -90,12 +84,12 @@ def test_the_excess_vanishes_for_an_isotropic_gram():
 
 @pytest.mark.parametrize("others", [(7,), (23,), (5, 8)])
 @pytest.mark.parametrize("dimension", [1, 2, 13])
-def test_identity_i_and_iii_on_the_output_side(dimension, others):
+def test_identity_i_and_iii_on_the_output_side(make_unit, dimension, others):
     """The error of every rank is the optimum of the column-stacked whitened weight."""
     xs = [inputs(64, d, seed=30 + d) for d in others]
     weights = [random(dimension, d, seed=40 + i) for i, d in enumerate(others)]
     gram = sum((x @ w.T).T @ (x @ w.T) for x, w in zip(xs, weights, strict=True))
-    basis = ordered_basis(unit_of("output", dimension, others), gram, weights)
+    basis = ordered_basis(make_unit("output", dimension, others), gram, weights)
     whitened = torch.cat([w @ torch.linalg.cholesky(x.T @ x) for x, w in zip(xs, weights, strict=True)], 1)
     sigma = torch.linalg.svdvals(whitened)
     total = sigma.square().sum()
@@ -106,12 +100,12 @@ def test_identity_i_and_iii_on_the_output_side(dimension, others):
 
 
 @pytest.mark.parametrize(("side", "init"), [("input", "whitened"), ("input", "plain"), ("output", "whitened")])
-def test_one_basis_is_nested_for_every_rank(make_gram, side, init):
+def test_one_basis_is_nested_for_every_rank(make_unit, make_gram, side, init):
     """The first r columns of q span what a solve at rank r of its own keeps."""
     d, others = 17, (11, 6)
     gram = make_gram(d, seed=5)
     weights = [random(*((o, d) if side == "input" else (d, o)), seed=o) for o in others]
-    q = ordered_basis(unit_of(side, d, others), gram, weights, init=init).q
+    q = ordered_basis(make_unit(side, d, others), gram, weights, init=init).q
     assert q.dtype == torch.float64
     assert close(q.T @ q, torch.eye(d, dtype=torch.float64), torch.ones(()))
     s = torch.linalg.cholesky(gram)
@@ -124,8 +118,8 @@ def test_one_basis_is_nested_for_every_rank(make_gram, side, init):
         assert (q[:, :r] @ q[:, :r].T - alone @ alone.T).abs().max() <= 1e-8  # eigenvalue gaps down to 1e-3 of 1e-3
 
 
-def test_plain_ignores_the_weights_and_whitened_does_not(make_gram):
-    unit, gram = unit_of("input", 11, (7,)), make_gram(11)
+def test_plain_ignores_the_weights_and_whitened_does_not(make_unit, make_gram):
+    unit, gram = make_unit("input", 11, (7,)), make_gram(11)
     first, second = random(7, 11, seed=0), random(7, 11, seed=1)
     plain = [ordered_basis(unit, gram, [w], init="plain").q for w in (first, second)]
     whitened = [ordered_basis(unit, gram, [w]).q for w in (first, second)]
@@ -136,21 +130,21 @@ def test_plain_ignores_the_weights_and_whitened_does_not(make_gram):
 
 
 @pytest.mark.parametrize("rank", [1, 8])
-def test_singular_gram_takes_the_smallest_ridge_and_records_it(make_gram, rank):
+def test_singular_gram_takes_the_smallest_ridge_and_records_it(make_unit, make_gram, rank):
     d = 13
     gram = 500.0 * make_gram(d, rank, seed=rank) - 1e-9 * torch.eye(d, dtype=torch.float64)
-    basis = ordered_basis(unit_of("input", d, (7,)), gram, [random(7, d, seed=0)])
+    basis = ordered_basis(make_unit("input", d, (7,)), gram, [random(7, d, seed=0)])
     smallest = torch.linalg.eigvalsh(gram)[0].item()
     assert basis.ridge == pytest.approx(-smallest + 1e-6, rel=1e-6)
     assert close(basis.q.T @ basis.q, torch.eye(d, dtype=torch.float64), torch.ones(()))
 
 
-def test_identity_ii_holds_for_the_regularized_objective(make_gram):
+def test_identity_ii_holds_for_the_regularized_objective(make_unit, make_gram):
     """With a ridge eta, error and excess are those of E + eta |W - Z|^2 (paper, 'Numerical stabilization')."""
     d, r = 13, 5
     gram = 500.0 * make_gram(d, 8) - 1e-4 * torch.eye(d, dtype=torch.float64)
     weight = random(7, d, seed=0)
-    basis = ordered_basis(unit_of("input", d, (7,)), gram, [weight])
+    basis = ordered_basis(make_unit("input", d, (7,)), gram, [weight])
     assert basis.ridge > 1e-4
     regularized = gram + basis.ridge * torch.eye(d, dtype=torch.float64)
     s = torch.linalg.cholesky(regularized)
@@ -175,15 +169,15 @@ def test_ridge_is_never_below_what_the_precision_holds(make_gram):
     assert (factor @ factor.T - shifted).abs().max() <= d * torch.finfo(torch.float32).eps * shifted.abs().max()
 
 
-def test_indefinite_gram_names_the_unit(make_gram):
+def test_indefinite_gram_names_the_unit(make_unit, make_gram):
     gram = make_gram(13) - 0.5 * torch.eye(13, dtype=torch.float64)
     with pytest.raises(IndefiniteGramError, match=r"a\.unit.*smallest eigenvalue -0\.4"):
-        ordered_basis(unit_of("input", 13, (7,)), gram, [random(7, 13, seed=0)])
+        ordered_basis(make_unit("input", 13, (7,)), gram, [random(7, 13, seed=0)])
 
 
 @pytest.mark.parametrize("side", ["input", "output"])
-def test_gram_with_a_nan_names_the_unit(make_gram, side):
+def test_gram_with_a_nan_names_the_unit(make_unit, make_gram, side):
     gram = make_gram(13)
     gram[3, 4] = torch.nan
     with pytest.raises(NonFiniteError, match=r"a\.unit"):
-        ordered_basis(unit_of(side, 13, (7,)), gram, [random(7, 13, seed=0)])
+        ordered_basis(make_unit(side, 13, (7,)), gram, [random(7, 13, seed=0)])

@@ -46,7 +46,13 @@ def assert_same(ours, expected) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("form", "alpha", "drop"),
-    [("activation", 0.3, 0.2), ("activation", 1.0, 0.2), ("factor", 1.0, 0.2), ("factor", 1.0, 0.0), ("factor", 1.0, 1.0)],
+    [
+        ("activation", 0.3, 0.2),
+        ("activation", 1.0, 0.2),
+        ("factor", 1.0, 0.2),
+        ("factor", 1.0, 0.0),
+        ("factor", 1.0, 1.0),
+    ],
 )
 def test_model_and_gradients_against_explicit_projectors(prepare, oracles, family, form, alpha, drop):
     """Micro-batches of uneven sizes leave on the leaves what one batch does."""
