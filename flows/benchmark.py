@@ -1,7 +1,8 @@
 """Speed and memory against the obvious alternative, both measured in the same run, each arm in a process of its own.
 
 ``grid``: the streamed KL grid against a full forward pass per candidate with stored dense logits.
-``train``: one optimizer step against the loop that runs the teacher, ``torch.linalg.qr`` and full logits in every micro-batch.
+``train``: one optimizer step against the loop that runs the teacher, ``torch.linalg.qr`` and full logits in every
+micro-batch.
 """
 
 import logging
@@ -23,7 +24,6 @@ from transformers import OPTConfig, OPTForCausalLM
 from lsp_core.allocation import uniform_parameters
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.projector import attached
-from lsp_core.readout import Readout
 from lsp_core.sensitivity import Sensitivity, truncated
 from lsp_core.training import Trainer, TrainingSettings, cache_teacher, frozen
 from lsp_core.units import Unit, discover_units
@@ -68,7 +68,7 @@ class Shape:
 
 
 def grid(shape: Shape | None = None) -> dict[str, Any]:
-    """Returns the comparison of the streamed with the naive grid; ``max_difference`` in nats over the points of both."""
+    """Returns the comparison of the streamed with the naive grid; ``max_difference`` in nats over their points."""
     shape = shape or Shape()
     streamed, naive = _in_own_process(_streamed_grid, shape), _in_own_process(_naive_grid, shape)
     differences = [abs(a - b) for a, b in zip(streamed["values"], naive["values"], strict=True)]
@@ -81,7 +81,7 @@ def grid(shape: Shape | None = None) -> dict[str, Any]:
 
 
 def train(shape: Shape | None = None) -> dict[str, Any]:
-    """Returns the comparison of one optimizer step; ``max_difference`` is relative, of V's gradients, in float64."""
+    """Returns the comparison of one optimizer step; ``max_difference`` is relative, of V's float64 gradients."""
     shape = shape or Shape()
     ours, obvious = _in_own_process(_our_step, shape), _in_own_process(_obvious_step, shape)
     return _comparison("train", ours, obvious, shape) | {
@@ -110,7 +110,7 @@ def _in_own_process(function: Callable[[Shape], Any], shape: Shape) -> Any:
 
 
 def _peak_bytes(shape: Shape) -> int:
-    """Returns the most memory that this process held: device memory on a GPU, else resident memory, weights included."""
+    """Returns the most memory this process held: device memory on a GPU, else resident memory, weights included."""
     if shape.device == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -23,7 +23,7 @@ from lsp_core.units import Unit, weight_of
 class UnitMerge:
     """How one unit was merged.
 
-    ``error``: max |W P - B A| over the members relative to max |W|; ``dropped``: the norm of what the tolerance
+    ``error``: max |W P - B A| of the stored factors, rounded to the weights' dtype, relative to max |W|; ``dropped``: the norm of what the tolerance
     dropped, relative to the norm of the projected weight, 0 where nothing was.
     """
 
@@ -81,14 +81,15 @@ def _merge_unit(model: nn.Module, unit: Unit, layers: Sequence[nn.Module], v: Te
     if tolerance > 0:
         left, singular, _ = torch.linalg.svd(shared.T @ stacked, full_matrices=False)
         kept = singular > tolerance
+        kept[0] = True  # a factor of rank 0 is no layer
         dropped = (singular[~kept].norm() / singular.norm().clamp_min(torch.finfo(singular.dtype).tiny)).item()
         shared = shared @ left[:, kept]
     projected = stacked - u @ (u.T @ stacked)
-    own = shared.T @ stacked  # (R, sum of the other sides)
-    scale = stacked.abs().max().clamp_min(torch.finfo(stacked.dtype).tiny)
-    error = ((shared @ own - projected).abs().max() / scale).item()
-    factors = [part.to(dtype) for part in own.split(unit.others, dim=1)]
+    own = (shared.T @ stacked).to(dtype)  # (R, sum of the other sides)
     basis = shared.to(dtype)
+    scale = stacked.abs().max().clamp_min(torch.finfo(stacked.dtype).tiny)
+    error = ((basis.double() @ own.double() - projected).abs().max() / scale).item()
+    factors = own.split(unit.others, dim=1)
     if unit.side == "input":
         latent = Factor(basis.T.contiguous(), readers=len(layers))
         pairs = [(latent, Factor(part.T.contiguous())) for part in factors]

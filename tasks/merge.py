@@ -53,7 +53,7 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
 
 @torch.no_grad()
 def relative_difference(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference of the model's logits from ``expected`` (B, T, V), relative to the largest of these."""
+    """Returns the largest difference of the logits from ``expected`` (B, T, V), relative to the largest of these."""
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return float((logits - expected).abs().max() / expected.abs().max())
 

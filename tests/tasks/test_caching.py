@@ -11,7 +11,10 @@ import tasks.caching
 from storage.store import ArtifactRef, Store
 from tasks.caching import Runtime, Source, Stage, Stages, Work, may_pass, stage
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
+pytestmark = [
+    pytest.mark.usefixtures("prefect_server"),
+    pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted"),  # stages run without a flow here
+]
 
 
 @pytest.fixture(autouse=True)

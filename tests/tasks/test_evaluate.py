@@ -1,10 +1,12 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
@@ -107,14 +109,14 @@ def test_an_infinite_logit_that_no_loss_shows_is_an_error_too(source: ModelSourc
 
 @pytest.fixture(scope="module")
 def merged(source: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of the tiny model with a third of every unit's directions removed at random."""
+    """Returns the folder of the tiny model with half of every unit's directions removed at random."""
     model = load_model(source)
     units = discover_units(model)
     generator = torch.Generator().manual_seed(1)
     vectors = {
         unit.name: torch.linalg.qr(
             torch.randn(unit.dimension, unit.dimension, generator=generator, dtype=torch.float64)
-        ).Q[:, : unit.dimension // 3]
+        ).Q[:, : unit.dimension // 2]
         for unit in units
     }
     merge_model(model, units, vectors)
@@ -132,6 +134,8 @@ def question(index: int) -> dict[str, Any]:
 @pytest.fixture
 def task_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]]], Path]:
     """Returns a maker of lm-eval task folders over given questions; ``datasets`` caches below ``tmp_path``."""
+    only_local = partial(lm_eval.tasks.TaskManager, include_defaults=False)  # to index lm-eval's own takes seconds
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", only_local)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
 

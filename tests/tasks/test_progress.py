@@ -64,9 +64,15 @@ def test_on_a_terminal_there_is_a_bar(caplog: pytest.LogCaptureFixture, capsys: 
 
 
 def test_a_bar_is_closed_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="broken"), Progress("gather", terminal=True) as progress:
-        progress(1, 7)
-        raise ValueError("broken")
+    progress = Progress("gather", terminal=True)
+
+    def broken() -> None:
+        with progress:
+            progress(1, 7)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
     assert progress._bar is not None
     assert progress._bar.disable
 
@@ -79,6 +85,7 @@ def test_outside_a_task_run_there_is_no_artifact(clock: Clock, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("prefect_server")
+@pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted")  # a task without a flow
 def test_a_task_run_has_one_artifact_that_ends_at_100(clock: Clock) -> None:
     @task
     def long() -> None:
