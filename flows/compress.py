@@ -119,7 +119,7 @@ def compress(config: CompressConfig) -> dict[str, Any]:
         report,
         model_name=config.model.name_or_path,
         prompt=config.evaluation.prompt,
-        targets=[target.model_dump(mode="json") for target in config.targets],
+        targets=[target.model_dump(mode="json", include={"ratio", "objective"}) for target in config.targets],
         bases=ordered,
         grid=grid,
         dense=dense,
@@ -210,6 +210,8 @@ def train_target(
     dense_outputs = None
     if target.objective == "kl" and size <= config.teacher_cache_gib * 2**30:
         dense_outputs = stages.run(teacher, "teacher", model=model, tokens=tokens)
+    settings = config.training.model_dump(mode="json", exclude={"checkpoint_steps"})
+    settings["epochs"] = target.epochs or config.training.epochs
     return stages.run(
         train,
         target.name,
@@ -220,7 +222,7 @@ def train_target(
         validation=validation,
         objective=target.objective,
         hints={"dense_outputs": dense_outputs, "checkpoint_steps": config.training.checkpoint_steps},
-        **config.training.model_dump(mode="json", exclude={"checkpoint_steps"}),
+        **settings,
     )
 
 

@@ -146,6 +146,9 @@ class Target(Section):
 
     ratio: Ratio = Field(description="Share of the targeted layers' parameters to remove, between 0 and 1.")
     objective: Objective = Field("kl", description="kl: match the dense model (LSP); task: next-token loss (LSP-T).")
+    epochs: int | None = Field(
+        None, ge=1, description="Epochs for this target; none: training.epochs. A light ratio needs fewer."
+    )
 
     @property
     def name(self) -> str:

@@ -23,7 +23,12 @@ from tasks.report import side_by_side, table
 log = logging.getLogger(__name__)
 
 COMMITTED_MODEL = Path(__file__).with_name("demo_model")
-TARGETS = (*(Target(ratio=ratio, objective="kl") for ratio in (0.3, 0.5, 0.7)), Target(ratio=0.7, objective="task"))
+TARGETS = (
+    Target(ratio=0.3, epochs=1),
+    Target(ratio=0.5, epochs=1),
+    Target(ratio=0.7),
+    Target(ratio=0.7, objective="task"),
+)
 PROMPT = 'def read(self, size=-1):\n    """Read and return up to size bytes, where size is an int.\n'
 
 
@@ -52,13 +57,13 @@ def demo_config(model: Path, splits: dict[str, Path], *, output: Path, store: st
     return CompressConfig(
         model=ModelConfig(name_or_path=str(model), dtype="float32"),
         targets=TARGETS,
-        calibration=CalibrationConfig(text=sources["train"], sequences=1024, sequence_length=128),
-        allocation=AllocationConfig(sequences=64),
-        validation=ValidationConfig(text=sources["validation"], sequences=128),
-        training=TrainingConfig(epochs=3, batch_sequences=16),
-        evaluation=EvaluationConfig(text=sources["test"], max_tokens=60_000, bos="none", tasks=(), prompt=PROMPT),
+        calibration=CalibrationConfig(text=sources["train"], sequences=768, sequence_length=256),
+        allocation=AllocationConfig(sequences=16),
+        validation=ValidationConfig(text=sources["validation"], sequences=48),
+        training=TrainingConfig(epochs=3, batch_sequences=8, learning_rate=2e-3, modulation_epochs=0.1),
+        evaluation=EvaluationConfig(text=sources["test"], max_tokens=40_000, bos="none", tasks=(), prompt=PROMPT),
         store=store,
         output=output,
         device="cpu",
-        micro_batch=16,
+        micro_batch=8,
     )

@@ -65,7 +65,7 @@ def cholesky_with_ridge(gram: Tensor, name: str) -> tuple[Tensor, float]:  # (D,
     smallest = torch.linalg.eigvalsh(gram)[0].item()
     limit = 1e-2 * mean_diagonal
     ridge = min(limit, max(-smallest + 1e-6, len(gram) * torch.finfo(gram.dtype).eps * mean_diagonal))
-    while ridge <= limit:
+    while 0 < ridge <= limit:
         shift = ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         factor, info = torch.linalg.cholesky_ex(gram + shift)
         if info == 0:

@@ -23,8 +23,8 @@ from lsp_core.units import Unit, weight_of
 class UnitMerge:
     """How one unit was merged.
 
-    ``error``: max |W P - B A| of the stored factors, rounded to the weights' dtype, relative to max |W|; ``dropped``: the norm of what the tolerance
-    dropped, relative to the norm of the projected weight, 0 where nothing was.
+    ``error``: max |W P - B A| of the stored factors, rounded to the weights' dtype, relative to max |W|; ``dropped``:
+    the norm of what the tolerance dropped, relative to the norm of the projected weight, 0 where nothing was.
     """
 
     rank: int

@@ -48,7 +48,7 @@ class _Orthonormalize(torch.autograd.Function):
         inner = u.T @ grad
         rotation = torch.tril(inner - inner.T, -1)
         numerator = grad + u @ (rotation - inner)
-        solved = torch.linalg.solve_triangular(r.T, numerator, upper=False, left=False)
+        solved = torch.linalg.solve_triangular(r, numerator.T, upper=True).T
         return solved.to(ctx.dtype)  # type: ignore[no-any-return]
 
 
@@ -83,7 +83,7 @@ def _cholesky_qr(v: Tensor) -> tuple[Tensor, Tensor] | None:
         diagonal = lower.diagonal()
         if info != 0 or not (diagonal.numel() == 0 or diagonal.min() > DEPENDENCE_LIMIT * diagonal.max()):
             return None
-        q = torch.linalg.solve_triangular(lower.T, q, upper=True, left=False)
+        q = torch.linalg.solve_triangular(lower, q.T, upper=False).T
         total = lower.T if total is None else lower.T @ total
     return (q, total) if total is not None and _distance_from_identity(q.T @ q) <= ORTHOGONALITY_TOLERANCE else None
 
