@@ -42,7 +42,7 @@ class Shape:
     vocabulary: int = 50_272
     sequences: int = 16  # of the grid
     length: int = 512
-    candidates_per_block: int = 4  # one count for each of so many units of a block
+    candidates_per_block: int = 2  # one count for each of so many units of a block
     micro_batches: int = 4  # of the training step, two sequences each
     ratio: float = 0.7
     check_length: int = 96  # tokens a sequence of the float64 comparison of gradients
