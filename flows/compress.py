@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def compress(config: CompressConfig) -> dict[str, Any]:
     model = find_model(**config.model.model_dump(), device=device)
     check_positions(model, config.calibration.sequence_length, "calibration.sequence_length")
     skeleton = load_skeleton(model)
+    if not type(skeleton).__module__.startswith("transformers."):
+        raise ValueError(f"{model.name}: a model whose code travels with it cannot be saved and loaded back compressed")
     points = config.allocation.grid_points or (16 if skeleton.num_parameters() >= LARGE_MODEL else 8)
     units = discover_units(skeleton, **config.discovery.model_dump())
     check_reachable(units, [target.ratio for target in config.targets], config.allocation.method, points)
@@ -55,6 +58,15 @@ def compress(config: CompressConfig) -> dict[str, Any]:
     tokens = calibration_tokens(stages, config, model)
     validation = validation_tokens(stages, config, model)
     test = test_tokens(stages, config, model)
+    further: dict[str, Any] = {
+        "prompt": config.evaluation.prompt,
+        "prompt_tokens": config.evaluation.prompt_tokens,
+        "tasks": list(config.evaluation.tasks),
+        "task_folder": find_task_folder(config.evaluation.task_folder),
+        "task_limit": config.evaluation.task_limit,
+        "harness": version("lm_eval") if config.evaluation.tasks else None,
+    }
+    dense = stages.run(evaluate, "dense", model=model, tokens=test, **further)
 
     grams = stages.run(
         gather,
@@ -69,14 +81,6 @@ def compress(config: CompressConfig) -> dict[str, Any]:
     if config.allocation.method == "measured_kl":
         grid = stages.run(measure, model=model, bases=ordered, tokens=subset, points=points)
 
-    further: dict[str, Any] = {
-        "prompt": config.evaluation.prompt,
-        "prompt_tokens": config.evaluation.prompt_tokens,
-        "tasks": list(config.evaluation.tasks),
-        "task_folder": find_task_folder(config.evaluation.task_folder),
-        "task_limit": config.evaluation.task_limit,
-    }
-    dense = stages.run(evaluate, "dense", model=model, tokens=test, **further)
     made: dict[str, list[ArtifactRef]] = {name: [] for name in ("allocations", "untrained", "untrained_uniform")}
     made |= {name: [] for name in ("trainings", "merges", "trained")}
     for target in config.targets:

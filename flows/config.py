@@ -26,7 +26,8 @@ class ModelConfig(Section):
         None, description="Branch, tag or commit of a hub id; resolved to a commit and recorded."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = Field(
-        "auto", description="Dtype to compute in; auto: the checkpoint's own on an accelerator, float32 on a CPU."
+        "auto",
+        description="Dtype to compute in; auto: the checkpoint's own (bfloat16 for float16), on a CPU float32.",
     )
     trust_remote_code: bool = Field(False, description="Run the model code that travels with the checkpoint.")
 

@@ -70,7 +70,7 @@ def cholesky_with_ridge(gram: Tensor, name: str) -> tuple[Tensor, float]:  # (D,
         factor, info = torch.linalg.cholesky_ex(gram + shift)
         if info == 0:
             return factor, ridge
-        ridge *= 10
+        ridge = 10 * ridge if ridge == limit else min(10 * ridge, limit)
     raise IndefiniteGramError(
         f"the Gram matrix of unit {name} stays indefinite up to a ridge of {limit:.3g} (smallest eigenvalue "
         f"{smallest:.3g}): use more calibration tokens than the layer is wide, or precision float64"

@@ -1,18 +1,21 @@
 """The resumable state of projector training: V, Adam's moments, the schedule, the best V. Safetensors, no pickle."""
 
 import json
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lsp_core.projector import Projector
 
 FILE = "training.safetensors"
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +51,8 @@ def save_state(
     work.mkdir(parents=True, exist_ok=True)
     temporary = work / (FILE + ".tmp")
     save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata={"state": json.dumps(fields)})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
     temporary.replace(work / FILE)
 
 
@@ -57,13 +62,17 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> TrainingState | None:
-    """Restores V, Adam and the schedule from ``work`` and returns the rest of the state; None where there is none."""
+    """Restores V, Adam and the schedule from ``work`` and returns the rest; None if it is not there or damaged."""
     path = work / FILE
     if not path.exists():
         return None
-    with safe_open(path, framework="pt") as file:
-        fields = json.loads(file.metadata()["state"])
-    tensors = load_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            fields = json.loads(file.metadata()["state"])
+        tensors = load_file(path)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        log.warning("%s is damaged (%s): training starts again", path, error)
+        return None
     with torch.no_grad():
         for name, projector in projectors.items():
             projector.v.copy_(tensors[f"v.{name}"])

@@ -60,11 +60,18 @@ class Sensitivity:
         self.block = 0
         self.inputs: list[Tensor] = []  # dense input of block ``self.block``, one (B, T, D) a micro-batch
         self.teacher: list[TeacherStatistic] = []
+        self.extras: int | None = None  # what a block returns beside the hidden state, None where it returns no tuple
+
+        def note_extras(_: nn.Module, __: object, output: object) -> None:
+            self.extras = len(output) - 1 if isinstance(output, tuple) else None
+
+        handle = self.blocks[0].register_forward_hook(note_extras)
         with torch.inference_mode(), evaluating(model):
             for batch in self.batches:
                 features, reached = self._run(batch, None, capture=0)
                 self.inputs.append(reached)
                 self.teacher.append(self.readout.statistic(features.flatten(0, 1)))
+        handle.remove()
 
     def measure(self, name: str, count: int) -> float:
         """Returns the KL, in nats per token, of removing the last ``count`` directions of unit ``name`` alone.
@@ -119,7 +126,7 @@ class Sensitivity:
 
         with ExitStack() as stack:
             if hidden is not None:
-                stack.enter_context(_skipping(self.blocks, self.block, hidden))
+                stack.enter_context(_skipping(self.blocks, self.block, hidden, self.extras))
             if capture is not None:
                 stack.callback(self.blocks[capture].register_forward_pre_hook(keep).remove)
             return self.readout.features(batch), captured
@@ -134,12 +141,12 @@ class _Reached(Exception):  # noqa: N818  (no error)
 
 
 @contextmanager
-def _skipping(blocks: Sequence[nn.Module], first: int, hidden: Tensor) -> Iterator[None]:
+def _skipping(blocks: Sequence[nn.Module], first: int, hidden: Tensor, extras: int | None) -> Iterator[None]:
     """Makes the blocks before ``first`` return what they are given, and block ``first`` read ``hidden``."""
 
-    def passed_on(*args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = args[0] if args else kwargs["hidden_states"]
-        return result
+    def passed_on(*args: Any, **kwargs: Any) -> Any:
+        result = args[0] if args else kwargs["hidden_states"]
+        return result if extras is None else (result, *[None] * extras)
 
     def given(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (hidden, *args[1:])

@@ -234,7 +234,7 @@ def _tie(
 ) -> list[tuple[list[nn.Module], Side | None]]:
     """Splits layers that read one tensor into units; a side of None stands for the rule of single layers."""
     singles: list[tuple[list[nn.Module], Side | None]] = [([m], None) for m in members]
-    if len(members) <= 1:
+    if len(members) <= 1 or not tie:
         return singles
     roles = [trace.roles.get(m, set()) for m in members]
     widths = {_shape(m)[0] for m in members}
@@ -245,8 +245,8 @@ def _tie(
                 f"the trace cannot tell which of {names} are query, key and value: load the model with "
                 "attn_implementation='sdpa', or tie them all with kv_routing='input'"
             )
-        return [(members, "input")] if tie else singles
-    if kv_routing == "untied" or not tie:
+        return [(members, "input")]
+    if kv_routing == "untied":
         return singles
     if kv_routing == "input" or (kv_routing == "auto" and len(widths) == 1):
         return [(members, "input")]

@@ -92,14 +92,14 @@ class KLGrid:
         return self._group[name]
 
 
-def save_tokens(folder: Path, ids: npt.NDArray[Any], attributes: Mapping[str, Any]) -> None:
+def save_tokens(folder: Path, ids: npt.NDArray[Any], attributes: Mapping[str, Any] | None = None) -> None:
     """Writes token blocks (sequence, position) below ``folder``.
 
     Errors: ``OverflowError`` for an id beyond int32.
     """
     if ids.size and not np.iinfo(np.int32).min <= ids.min() <= ids.max() <= np.iinfo(np.int32).max:
         raise OverflowError(f"token ids from {ids.min()} to {ids.max()} do not fit int32")
-    group = zarr.create_group(str(folder / "tokens"), zarr_format=3, attributes=dict(attributes))
+    group = zarr.create_group(str(folder / "tokens"), zarr_format=3, attributes=dict(attributes or {}))
     chunks = (min(len(ids), 256), ids.shape[1])
     group.create_array("ids", data=ids.astype(np.int32), chunks=chunks, dimension_names=["sequence", "position"])
 

@@ -5,6 +5,7 @@ is a hit is the store's word, not Prefect's: where the store has the artifact, P
 and the run shows as ``Cached``; where it has not, the record is overwritten.
 """
 
+import errno
 import fcntl
 import logging
 import shutil
@@ -102,6 +103,8 @@ class StoreDecides(CachePolicy):
 def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
     """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
     error = state.data
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return False
     lasting = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, RepositoryNotFoundError)
     return isinstance(error, (OSError, HTTPError)) and not isinstance(error, lasting)
 

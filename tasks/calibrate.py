@@ -24,7 +24,7 @@ def calibrate(
     loaded = load_tokenizer(tokenizer)
     ids = token_windows(text, loaded, length=length, take=take, pool=pool, part=part, seed=seed)
     _check(ids, len(loaded))
-    save_tokens(work.output, ids, {"source": text.name, "part": part, "seed": seed})
+    save_tokens(work.output, ids)
 
 
 @stage(version=1, name="calibrate")
@@ -35,7 +35,7 @@ def calibrate_test(
     loaded = load_tokenizer(tokenizer)
     ids = joined_windows(text, loaded, length=length, max_tokens=max_tokens, bos=bos)
     _check(ids, len(loaded))
-    save_tokens(work.output, ids, {"source": text.name, "bos": bos if loaded.bos_token_id is not None else "none"})
+    save_tokens(work.output, ids)
 
 
 def _check(ids: np.ndarray, vocabulary: int) -> None:

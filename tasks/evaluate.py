@@ -57,11 +57,13 @@ def evaluate(
     tasks: list[str] | None = None,
     task_folder: TaskFolder | None = None,
     task_limit: int | None = None,
+    harness: str | None = None,
 ) -> None:
     """Publishes perplexity, parameter count, the prompt's continuation and task accuracies.
 
     Of the merged ``checkpoint``, of the untrained model (NoLSP) that ``bases`` and ``allocation`` give, or of the dense
-    model. With ``kl_tokens``, also the KL, in nats per token, of that allocation as a whole.
+    model. With ``kl_tokens``, also the KL, in nats per token, of that allocation as a whole. ``harness`` is lm-eval's
+    version, there to be keyed; a hub task's data is not pinned.
     """
     result: dict[str, Any] = {}
     if checkpoint is not None:

@@ -39,7 +39,7 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
         raise ValueError(
             f"the merged model's logits differ from the projected model's by {difference:.2g} of their size"
         )
-    save_compressed(loaded, units, work.output, facts={"model": model.name, "revision": model.revision})
+    save_compressed(loaded, units, work.output, facts={"base_model_digest": model.digest})
     load_tokenizer(model.tokenizer).save_pretrained(work.output)
     write_json(
         work.output / MERGE,

@@ -29,6 +29,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -89,12 +92,16 @@ def find_model(
             f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there"
         )
     safetensors = [path for path in weights if path.suffix == ".safetensors"]
-    tokenizer = _digest(tokenizer_files)
+    code = _files(folder, ("*.py",)) if trust_remote_code else []
+    tokenizer = _digest(
+        [*tokenizer_files, folder / "config.json", *code]
+    )  # the config may choose the tokenizer's class
     resolved = _resolve_dtype(folder, dtype, device)
     content = {
         "files": _digest([*_files(folder, OTHER_FILES), *(safetensors or weights)]),
         "tokenizer": tokenizer,
         "dtype": resolved,
+        "trust_remote_code": trust_remote_code,
     }
     return ModelSource(
         name=name_or_path,
@@ -227,4 +234,5 @@ def _resolve_dtype(folder: Path, dtype: str, device: str) -> str:
     if device == "cpu":
         return "float32"
     config = json.loads((folder / "config.json").read_text())
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+    stored: str = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return "bfloat16" if stored == "float16" else stored  # float16's range loses the gradients of a mean over tokens

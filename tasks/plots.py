@@ -35,7 +35,7 @@ def plot_curves(curves: Sequence[UnitCurve], path: Path) -> None:
         axes.grid(alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
     if len(handles) <= 12:
-        panels[0].legend(handles, labels, fontsize=7)
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=6)
     _save(figure, path)
 
 
@@ -50,7 +50,7 @@ def plot_ranks(units: Sequence[Unit], removed: Mapping[str, Mapping[str, int]], 
             axes.plot([unit.block for unit in members], kept, marker="o", label=kind)
         axes.set(title=title, xlabel="block", ylabel="share of directions kept", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=len(kinds))
     _save(figure, path)
 
 

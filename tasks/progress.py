@@ -52,7 +52,10 @@ class Progress:
         )
         if due and TaskRunContext.get() is not None:
             self._artifact_at = now
-            self._publish(100.0 * done / total)
+            try:
+                self._publish(100.0 * done / total)
+            except Exception as error:  # a display must not end hours of work
+                log.warning("%s: its progress cannot be shown in Prefect (%s)", self.label, error)
 
     def _draw(self, done: int, total: int, shown: str) -> None:
         if self._bar is None:

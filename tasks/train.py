@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lsp_core.divergence import TeacherStatistic
+from lsp_core.readout import Readout
 from lsp_core.training import TrainingSettings, cache_teacher, default_learning_rate, train_projectors
 from storage.store import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
@@ -20,8 +21,11 @@ TEACHER_FIELDS = ("m", "c", "entropy")
 
 @stage(version=1, name="train")
 def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
-    """Publishes the dense model's statistic, D + 2 numbers a token, of the training sequences."""
+    """Publishes the dense model's statistic of the training set, D + 2 numbers a token; nothing for other heads."""
     loaded = load_model(model, work.runtime.device)
+    if Readout(loaded).head is None:  # then a statistic has V numbers a token: recomputing costs less than keeping
+        save_tensors(work.output, {})
+        return
     with work.progress() as progress:
         statistic = cache_teacher(
             loaded, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch, progress=progress
@@ -52,7 +56,8 @@ def train(
     loaded = load_model(model, work.runtime.device)
     rate = learning_rate or default_learning_rate(sum(p.numel() for p in loaded.parameters()))
     chosen = TrainingSettings(objective=objective, learning_rate=rate, micro_batch=work.runtime.micro_batch, **settings)
-    statistic = None if dense_outputs is None else TeacherStatistic(**load_tensors(work.folder(dense_outputs)))
+    kept = {} if dense_outputs is None else load_tensors(work.folder(dense_outputs))
+    statistic = TeacherStatistic(**kept) if kept else None
     removed = read_removed(work, allocation)
     with work.progress() as progress:
         result = train_projectors(
