@@ -80,7 +80,8 @@ def test_what_may_pass() -> None:
     def judged(error: object) -> bool:
         return may_pass(None, None, SimpleNamespace(data=error))  # type: ignore[arg-type]
 
-    assert judged(OSError(errno.ENOSPC, "no space left on device"))
+    assert judged(OSError(errno.EIO, "input/output error"))
+    assert not judged(OSError(errno.ENOSPC, "no space left on device"))
     assert judged(ConnectionError())
     assert not judged(NotADirectoryError())
     assert not judged(KeyError("x"))
