@@ -124,7 +124,7 @@ class YamlSource(PydanticBaseSettingsSource):
     """The values of the file that ``compress`` names, below those of the command line."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError
+        return None, field_name, False  # the file is read as a whole, by __call__
 
     def __call__(self) -> dict[str, Any]:
         given = self.current_state.get("compress")
