@@ -26,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict
 
 from storage.digest import canonical_json, digest_bytes, digest_folder
+from storage.places import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -238,8 +239,7 @@ class Store:
         temporary.replace(target)
 
     def _cache_folder(self) -> Path:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return base / "lsp" / digest_bytes(self.uri.encode())[:16]
+        return cache_folder() / digest_bytes(self.uri.encode())[:16]
 
 
 def _renamed(source: Path, target: Path) -> bool:

@@ -15,7 +15,7 @@ ALLOCATION = "allocation.json"
 UNIFORM = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}
 
 
-@stage(version=1)
+@stage()
 def allocate(work: Work, *, bases: ArtifactRef, grid: ArtifactRef | None, ratio: float, method: str) -> None:
     """Publishes the removed counts; ``grid`` is needed by ``measured_kl`` alone."""
     units = read_units(work.folder(bases))

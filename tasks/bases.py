@@ -13,7 +13,7 @@ from tasks.models import ModelSource, load_model
 log = logging.getLogger(__name__)
 
 
-@stage(version=1)
+@stage()
 def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init) -> None:
     """Publishes the bases (D, D) and the ridge that each Gram matrix needed."""
     folder = work.folder(grams)

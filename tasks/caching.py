@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict
 from storage.digest import stage_key
 from storage.store import ArtifactRef, Store
 from tasks.progress import Progress
+from tasks.versions import recorded_version
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Work:
         """Returns a progress display for this stage."""
         return Progress(self.label)
 
+    def keep(self) -> None:
+        """Makes what ``scratch`` holds now outlive this machine; call it whenever more work is worth keeping."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
@@ -112,7 +116,7 @@ def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
 class Stage:
     """One stage: a function of references and settings that fills ``Work.output``, its version, and its Prefect task.
 
-    Arguments that hold references are the inputs, all others the settings; both make the key. Raise ``version`` with
+    Arguments that hold references are the inputs, all others the settings; both make the key. ``version`` rises with
     every change of the function, or of what it calls, that changes its output.
     """
 
@@ -190,9 +194,12 @@ class Stage:
             return ref
 
 
-def stage(*, version: int, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
-    """Makes a ``Stage`` of a function ``(work, *, inputs and settings) -> None``, named as the function or ``name``."""
-    return lambda function: Stage(function, version, name)
+def stage(*, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+    """Makes a ``Stage`` of a function ``(work, *, inputs and settings) -> None``, named as the function or ``name``.
+
+    Its version is the one on record in ``versions.json``.
+    """
+    return lambda function: Stage(function, recorded_version(function), name)
 
 
 @dataclass(kw_only=True)

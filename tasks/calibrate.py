@@ -8,7 +8,7 @@ from tasks.models import TokenizerSource, load_tokenizer
 from tasks.text import Part, TextOrigin, joined_windows, token_windows
 
 
-@stage(version=1)
+@stage()
 def calibrate(
     work: Work,
     *,
@@ -27,7 +27,7 @@ def calibrate(
     save_tokens(work.output, ids)
 
 
-@stage(version=1, name="calibrate")
+@stage(name="calibrate")
 def calibrate_test(
     work: Work, *, text: TextOrigin, tokenizer: TokenizerSource, length: int, max_tokens: int | None, bos: str
 ) -> None:

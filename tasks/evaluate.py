@@ -42,7 +42,7 @@ def find_task_folder(folder: Path | None) -> TaskFolder | None:
     return TaskFolder(folder=str(folder.resolve()), digest=digest_folder(folder)[0])
 
 
-@stage(version=1)
+@stage()
 def evaluate(
     work: Work,
     *,

@@ -13,7 +13,7 @@ from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model
 
 
-@stage(version=1)
+@stage()
 def gather(
     work: Work,
     *,

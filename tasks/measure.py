@@ -14,7 +14,7 @@ from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model
 
 
-@stage(version=1)
+@stage()
 def measure(work: Work, *, model: ModelSource, bases: ArtifactRef, tokens: ArtifactRef, points: int) -> None:
     """Publishes the grid of Delta_u(k), in nats per token, at k = i D / ``points``."""
     units, tensors = read_bases(work, bases)

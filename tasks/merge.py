@@ -25,7 +25,7 @@ LOGIT_TOLERANCE = {
 }  # of the largest logit
 
 
-@stage(version=1)
+@stage()
 def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: ArtifactRef, tolerance: float) -> None:
     """Publishes a checkpoint folder that ``load_compressed`` reads, with the tokenizer and a report of the merge."""
     units, _ = read_bases(work, bases)

@@ -20,7 +20,7 @@ EXPLANATION = (
 CURVES, RANKS = "plots/kl_curves.png", "plots/retained_ranks.png"
 
 
-@stage(version=1)
+@stage()
 def report(
     work: Work,
     *,

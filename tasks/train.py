@@ -19,7 +19,7 @@ HISTORY = "training.json"
 TEACHER_FIELDS = ("m", "c", "entropy")
 
 
-@stage(version=1, name="train")
+@stage(name="train")
 def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
     """Publishes the dense model's statistic of the training set, D + 2 numbers a token; nothing for other heads."""
     loaded = load_model(model, work.runtime.device)
@@ -33,7 +33,7 @@ def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
     save_tensors(work.output, {name: getattr(statistic, name) for name in TEACHER_FIELDS})
 
 
-@stage(version=1)
+@stage()
 def train(
     work: Work,
     *,

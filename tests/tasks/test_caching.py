@@ -9,12 +9,16 @@ import pytest
 
 import tasks.caching
 from storage.store import ArtifactRef, Store
-from tasks.caching import Runtime, Source, Stage, Stages, Work, may_pass, stage
+from tasks.caching import Runtime, Source, Stage, Stages, Work, may_pass
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_server"),
     pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted"),  # stages run without a flow here
 ]
+
+
+def stage(*, version: int, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+    return lambda function: Stage(function, version, name)
 
 
 @pytest.fixture(autouse=True)
