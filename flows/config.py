@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from storage.places import check_uri
+
 Objective = Literal["kl", "task"]
 AllocationMethod = Literal["measured_kl", "uniform_parameters", "uniform_rank"]
 Ratio = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
@@ -15,7 +17,7 @@ ZERO_SHOT_TASKS = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "piqa", 
 class Section(BaseModel):
     """A part of the configuration: immutable, and no key that is not listed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # it may be a secret
 
 
 class ModelConfig(Section):
@@ -60,6 +62,9 @@ class CalibrationConfig(Section):
     sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap.")
     sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
     seed: int = Field(0, ge=0, description="Seed of the draw.")
+    checkpoint_sequences: int = Field(
+        128, ge=1, description="Sequences between two checkpoints of a running gather; does not change the result."
+    )
 
 
 class AllocationConfig(Section):
@@ -139,6 +144,7 @@ class TrainingConfig(Section):
     checkpoint_steps: int = Field(
         50, ge=1, description="Optimizer steps between two checkpoints of a running training."
     )
+    checkpoint_minutes: float = Field(10.0, gt=0, description="A checkpoint is also written after this long.")
     seed: int = Field(0, ge=0, description="Seed of the order of the data and of the masks.")
 
 
@@ -179,7 +185,13 @@ class CompressConfig(Section):
     )
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="What the models are compared on.")
     store: str = Field(
-        ".lsp", min_length=1, description="Where artifacts are kept: a folder, or a URI such as s3://bucket/path."
+        ".lsp",
+        min_length=1,
+        description="Where artifacts are kept: a folder, a URI such as s3://bucket/path, or a Prefect block with its "
+        "secrets, block://remote-file-system/NAME.",
+    )
+    verify: bool = Field(
+        False, description="Digest every artifact, model and text file anew, instead of trusting sizes and file times."
     )
     output: Path = Field(Path("runs/compress"), description="Folder for report, plots and checkpoints.")
     device: str = Field(
@@ -189,6 +201,11 @@ class CompressConfig(Section):
     teacher_cache_gib: float = Field(
         8.0, ge=0, description="Keep the dense model's outputs on the training set in the store up to this size."
     )
+
+    @field_validator("store")
+    @classmethod
+    def _no_secret(cls, store: str) -> str:
+        return check_uri(store)
 
     @field_validator("targets")
     @classmethod

@@ -2,19 +2,28 @@
 
 Input-side unit: sum of x xT over tokens. Output-side unit: sum of y yT over tokens and members, y the bias-free output
 (for a down projection that is D_out^2 numbers instead of D_ff^2).
+
+There is one running sum. It is saved between micro-batches, so that what continues from it adds the same numbers in the
+same order as what was never interrupted.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lsp_core.durable import DamagedFileError, digest_tensors, read_checked, write_durably
 from lsp_core.layers import bias_of
 from lsp_core.units import Unit
 
+FILE = "grams.safetensors"
 Progress = Callable[[int, int], None]
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(ValueError):
@@ -30,9 +39,14 @@ def gather_grams(
     precision: torch.dtype = torch.float64,
     padding_id: int | None = None,
     progress: Progress | None = None,
+    work: Path | None = None,
+    checkpoint_sequences: int = 128,
+    on_checkpoint: Callable[[], None] | None = None,
 ) -> dict[str, Tensor]:  # tokens (B, T) -> {unit: (D, D)}
     """Returns the unnormalized Gram matrix of every unit, in ``precision``, summed over all tokens but the padding.
 
+    ``work``: a folder of this model alone, which keeps the sums every ``checkpoint_sequences`` sequences; a second call
+    continues from there. ``on_checkpoint`` is called after each of these.
     Errors: ``NonFiniteError`` naming the layer whose activation is not finite.
     Source: paper, Algorithm 1 'Gather'.
     """
@@ -68,8 +82,10 @@ def gather_grams(
         for unit in units:
             for handle in watch(unit):
                 stack.callback(handle.remove)
-        done = 0
-        for batch in tokens.split(micro_batch):
+        file = None if work is None else work / FILE
+        run = {"precision": str(precision), "padding_id": padding_id, "tokens": digest_tensors({"tokens": tokens})}
+        done = saved = 0 if file is None else _load_sums(file, grams, run)
+        for batch in tokens[done:].split(micro_batch):
             batch = batch.to(device)
             mask = None if padding_id is None else batch != padding_id
             kept[0] = None if mask is None else mask.reshape(-1)
@@ -77,7 +93,30 @@ def gather_grams(
             done += len(batch)
             if progress is not None:
                 progress(done, len(tokens))
+            if file is not None and done - saved >= checkpoint_sequences and done < len(tokens):
+                write_durably(file, grams, {"sequences": done, "run": run})
+                saved = done
+                if on_checkpoint is not None:
+                    on_checkpoint()
     return grams
+
+
+def _load_sums(file: Path, grams: Mapping[str, Tensor], run: Mapping[str, Any]) -> int:
+    """Fills ``grams`` from ``file`` and returns the number of sequences in them; 0 where it is not there or no use."""
+    try:
+        saved = read_checked(file)
+        shapes = {name: tensor.shape for name, tensor in saved.tensors.items()}
+        if saved.fields.get("run") != run or shapes != {name: gram.shape for name, gram in grams.items()}:
+            raise DamagedFileError(f"{file} holds the sums of other units, tokens or another precision")
+    except FileNotFoundError:
+        return 0
+    except DamagedFileError as error:
+        log.warning("%s: the Gram matrices are summed from zero", error)
+        return 0
+    for name, gram in grams.items():
+        gram.copy_(saved.tensors[name])
+    sequences: int = saved.fields["sequences"]
+    return sequences
 
 
 @contextmanager

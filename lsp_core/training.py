@@ -7,25 +7,29 @@ alpha and masks per micro-batch, this draws them per optimizer step.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from lsp_core.checkpoint import TrainingState, load_state, save_state
+from lsp_core.checkpoint import Checkpoints, TrainingState
 from lsp_core.divergence import TeacherStatistic
+from lsp_core.durable import digest_tensors
 from lsp_core.gram import NonFiniteError, evaluating
 from lsp_core.projector import Form, Projector, attached
 from lsp_core.readout import Readout
+from lsp_core.teacher import cache_teacher as cache_teacher
 from lsp_core.units import Unit
 
 Objective = Literal["kl", "task"]
 LARGEST_LOSS = 700.0  # nats; the perplexity of a greater one is no float64
+HINTS = ("micro_batch", "checkpoint_steps", "checkpoint_minutes")  # settings that do not change the result
 
 
 class TrainingProgress(Protocol):
@@ -49,7 +53,12 @@ class TrainingSettings:
     orthogonality: float = 0.05  # lambda_ort
     patience: int = 3  # epochs without improvement before an early stop
     seed: int = 0
-    checkpoint_steps: int = 50
+    checkpoint_steps: int = 50  # a checkpoint after so many steps or minutes, and after each epoch
+    checkpoint_minutes: float = 10.0
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the settings that the result depends on."""
+        return {name: value for name, value in asdict(self).items() if name not in HINTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +75,6 @@ def default_learning_rate(parameters: int) -> float:
     return 1e-3 if parameters < 500_000_000 else 1e-4 if parameters < 6_000_000_000 else 3e-5
 
 
-def cache_teacher(
-    model: PreTrainedModel, tokens: Tensor, *, micro_batch: int, progress: TrainingProgress | None = None
-) -> TeacherStatistic:  # (B, T) -> m (B, T, D), c (B, T), entropy (B, T)
-    """Returns the dense model's statistic of every position of ``tokens``, on the CPU."""
-    readout = Readout(model)
-    parts: list[TeacherStatistic] = []
-    with torch.no_grad(), evaluating(model):
-        for index, batch in enumerate(tokens.split(micro_batch)):
-            features = readout.features(batch.to(model.device))
-            flat = readout.statistic(features.flatten(0, 1))
-            shape = batch.shape
-            parts.append(
-                TeacherStatistic(
-                    m=flat.m.view(*shape, -1).cpu(), c=flat.c.view(shape).cpu(), entropy=flat.entropy.view(shape).cpu()
-                )
-            )
-            if progress is not None:
-                progress(min((index + 1) * micro_batch, len(tokens)), len(tokens), {})
-    return TeacherStatistic(
-        m=torch.cat([p.m for p in parts]),
-        c=torch.cat([p.c for p in parts]),
-        entropy=torch.cat([p.entropy for p in parts]),
-    )
-
-
 def train_projectors(
     model: PreTrainedModel,
     units: Sequence[Unit],
@@ -103,15 +87,17 @@ def train_projectors(
     teacher: TeacherStatistic | None = None,
     work: Path | None = None,
     progress: TrainingProgress | None = None,
+    on_checkpoint: Callable[[], None] | None = None,
 ) -> TrainingResult:
     """Trains the V of every unit with ``removed`` > 0 and returns the best by validation perplexity.
 
     ``tokens`` and ``validation`` (B, T); ``bases`` (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it,
-    recomputed for each micro-batch where it is None. ``work`` keeps a checkpoint, from which a second call continues.
+    recomputed for each micro-batch where it is None. ``work`` keeps the newest two checkpoints, from which a second
+    call continues; ``on_checkpoint`` is called after each.
     Errors: ``NonFiniteError`` where the loss diverges.
     """
     with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
-        return Trainer(model, projectors, tokens, validation, settings, teacher, progress).run(work)
+        return Trainer(model, projectors, tokens, validation, settings, teacher, progress).run(work, on_checkpoint)
 
 
 @contextmanager
@@ -153,14 +139,26 @@ class Trainer:
         warmup = round(settings.warmup_fraction * self.total_steps)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.total_steps)
 
-    def run(self, work: Path | None) -> TrainingResult:
-        """Trains to the end or to the early stop, from the checkpoint in ``work`` if there is one."""
-        state = None if work is None else load_state(work, self.projectors, self.optimizer, self.schedule)
+    def run(self, work: Path | None, on_checkpoint: Callable[[], None] | None = None) -> TrainingResult:
+        """Trains to the end or to the early stop, from the newest whole checkpoint in ``work`` if there is one."""
+        checkpoints = None if work is None else self._checkpoints(work)
+        saved_at = time.monotonic()
+
+        def save(state: TrainingState) -> None:
+            nonlocal saved_at
+            if checkpoints is not None:
+                checkpoints.save(state)
+                saved_at = time.monotonic()
+                if on_checkpoint is not None:
+                    on_checkpoint()
+
+        state = None if checkpoints is None else checkpoints.load()
         if state is None:
             perplexity = self._validate()
             state = TrainingState(
                 step=0, best_epoch=0, best=self._vectors(), history=[{"epoch": 0, "validation_perplexity": perplexity}]
             )
+            save(state)
         while state.step < self.total_steps and not self._stops_early(state):
             state.loss_sum += self.accumulate(state.step)
             self.update()
@@ -168,12 +166,24 @@ class Trainer:
             epoch, within = divmod(state.step, self.steps_per_epoch)
             if within == 0:
                 self._close_epoch(state, epoch)
-            if work is not None and (within == 0 or state.step % self.settings.checkpoint_steps == 0):
-                save_state(work, state, self.projectors, self.optimizer, self.schedule)
+            minutes = (time.monotonic() - saved_at) / 60
+            by_time = minutes >= self.settings.checkpoint_minutes
+            if within == 0 or by_time or state.step % self.settings.checkpoint_steps == 0:
+                save(state)
             if self.progress is not None:
                 last = state.history[-1]["validation_perplexity"]
                 self.progress(state.step, self.total_steps, {"epoch": epoch, "validation_perplexity": last})
         return TrainingResult(vectors=state.best, history=state.history, best_epoch=state.best_epoch)
+
+    def _checkpoints(self, folder: Path) -> Checkpoints:
+        data = {"tokens": self.tokens, "validation": self.validation}
+        return Checkpoints(
+            folder=folder,
+            projectors=self.projectors,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            run={"settings": self.settings.recorded(), "data": digest_tensors(data)},
+        )
 
     def _close_epoch(self, state: TrainingState, epoch: int) -> None:
         perplexity = self._validate()

@@ -4,20 +4,23 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHUNK_BYTES = 1 << 20
+SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def canonical_json(value: Any) -> str:
     """Returns the one JSON text of ``value``: keys sorted, no spaces, ASCII.
 
-    Errors: ``TypeError`` or ``ValueError`` naming the place of what is not plain, finite JSON.
+    As in JSON, a list and a tuple are equal, and so are 0.0 and -0.0; ``1``, ``1.0`` and ``true`` are three values, and
+    text is compared by code points: nothing is normalized. ``json.loads`` gives back what was given. Errors:
+    ``TypeError`` or ``ValueError`` naming the place of what is not plain, finite JSON.
     """
-    _check_plain(value, "value")
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    plain = _plain(value, "value")
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def digest_bytes(data: bytes) -> str:
@@ -58,16 +61,28 @@ def _files_below(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, _, names in walk for name in names]
 
 
-def _check_plain(value: Any, place: str) -> None:
+def _plain(value: Any, place: str) -> Any:
+    """Returns ``value`` as dictionaries and lists, with one zero."""
     if isinstance(value, Mapping):
-        for name, item in value.items():
+        for name in value:
             if not isinstance(name, str):
                 raise TypeError(f"{place} has the key {name!r}: keys must be strings")
-            _check_plain(item, f"{place}.{name}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{place}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{place} is {value}: only finite numbers can be keyed")
-    elif value is not None and not isinstance(value, str | int | float | bool):
+            _check_text(name, f"a key of {place}")
+        return {name: _plain(item, f"{place}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{place} is {value}: only finite numbers can be keyed")
+        return value + 0.0  # the sum of the two zeros is the positive one
+    if isinstance(value, str):
+        _check_text(value, place)
+    elif value is not None and not isinstance(value, int):
         raise TypeError(f"{place} is a {type(value).__name__}: only plain JSON can be keyed")
+    return value
+
+
+def _check_text(text: str, place: str) -> None:
+    pair = SURROGATE_PAIR.search(text)
+    if pair is not None:  # JSON would write it as it writes the one character that it stands for
+        raise ValueError(f"{place} holds the surrogate pair {pair[0]!r}: decode it to one character")

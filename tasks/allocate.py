@@ -7,7 +7,7 @@ from lsp_core.allocation import Allocation, UnitCurve, greedy, uniform_parameter
 from lsp_core.sensitivity import removal_counts
 from lsp_core.units import Unit
 from storage.grid import MEASURED, KLGrid
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
 

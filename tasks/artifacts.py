@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lsp_core.units import Unit
 from storage.grid import load_tokens
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors
 from tasks.caching import Work
 

@@ -1,50 +1,47 @@
-"""Stages: functions whose output is kept in the store under a key made of everything that can change it.
+"""Stages: functions whose output is kept in the store under a key made of everything that can change it."""
 
-The key is computed before the Prefect task is called, so that an input that cannot be hashed raises. Whether the task
-is a hit is the store's word, not Prefect's: where the store has the artifact, Prefect's own record is written to match,
-and the run shows as ``Cached``; where it has not, the record is overwritten.
-"""
-
-import errno
-import fcntl
 import logging
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from inspect import signature
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
-from prefect import task
-from prefect.cache_policies import CachePolicy
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.context import TaskRunContext
-from prefect.filesystems import LocalFileSystem
-from prefect.results import ResultStore
-from prefect.serializers import JSONSerializer
-from prefect.tasks import Task
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
 from storage.digest import stage_key
-from storage.store import ArtifactRef, Store
+from storage.faults import full, is_full
+from storage.manifest import ArtifactRef, InputRecord, Lineage, RunName
+from storage.store import Store
+from storage.work import WorkFolder
 from tasks.progress import Progress
 from tasks.versions import recorded_version
 
 log = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
-RETRY_DELAYS = [2.0, 20.0]  # seconds
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "zarr", "numpy", "datasets", "lm-eval", "prefect")
 
 
 class Source(BaseModel):
-    """Something outside the store that a stage reads; ``digest`` stands for its content."""
+    """Something outside the store that a stage reads; ``digest`` stands for its content.
+
+    ``lacks`` names what is not there of it: no stage can read it then, it can only be planned with.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: str
+    lacks: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a manifest tells of it, for people and to explain a miss."""
+        return {}
 
 
 class Runtime(BaseModel):
@@ -70,6 +67,7 @@ class Work:
     output: Path
     scratch: Path
     runtime: Runtime
+    kept: WorkFolder | None = None
 
     def folder(self, ref: ArtifactRef) -> Path:
         """Returns the folder with the files of ``ref``."""
@@ -81,40 +79,12 @@ class Work:
 
     def keep(self) -> None:
         """Makes what ``scratch`` holds now outlive this machine; call it whenever more work is worth keeping."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """What became of one stage in one run: ``state`` is ``Completed`` or ``Cached``."""
-
-    name: str
-    label: str
-    key: str
-    state: str
-    seconds: float
-
-
-class StoreDecides(CachePolicy):
-    """The key that the caller computed; it never depends on the run or on the code's text."""
-
-    def compute_key(
-        self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
-    ) -> str:
-        key: str = inputs["key"]
-        return key
-
-
-def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
-    error = state.data
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return False
-    lasting = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, RepositoryNotFoundError)
-    return isinstance(error, (OSError, HTTPError)) and not isinstance(error, lasting)
+        if self.kept is not None:
+            self.kept.keep()
 
 
 class Stage:
-    """One stage: a function of references and settings that fills ``Work.output``, its version, and its Prefect task.
+    """One stage: a function of references and settings that fills ``Work.output``, and its version.
 
     Arguments that hold references are the inputs, all others the settings; both make the key. ``version`` rises with
     every change of the function, or of what it calls, that changes its output.
@@ -126,40 +96,15 @@ class Stage:
         self.function = function
         self.__doc__ = function.__doc__
 
-        def body(
-            key: str,
-            label: str,
-            store_uri: str,
-            runtime: Runtime,
-            inputs: Arguments,
-            settings: Arguments,
-            hints: Arguments,
-        ) -> ArtifactRef:
-            return self._compute(Store(store_uri), key, label, runtime, inputs, settings, hints)
-
-        body.__doc__ = function.__doc__
-        self.task = task(
-            body,
-            name=self.name,
-            task_run_name="{label}",
-            version=str(version),
-            cache_policy=StoreDecides(),
-            persist_result=True,
-            result_serializer="json",
-            cache_result_in_memory=False,
-            retries=len(RETRY_DELAYS),
-            retry_delay_seconds=RETRY_DELAYS,
-            retry_condition_fn=may_pass,
-        )
-
     def key(self, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         """Returns the key of this stage for these inputs and settings.
 
         Errors: ``TypeError`` naming the setting that is not plain JSON.
         """
-        return stage_key(self.name, self.version, _digests(inputs), settings)
+        digests = {path: ref.digest for path, ref in references(inputs)}
+        return stage_key(self.name, self.version, digests, settings)
 
-    def _compute(
+    def compute(
         self,
         store: Store,
         key: str,
@@ -168,29 +113,44 @@ class Stage:
         inputs: Arguments,
         settings: Arguments,
         hints: Arguments,
+        run: RunName | None,
     ) -> ArtifactRef:
-        scratch = store.work_folder(key)
-        with _alone(scratch.with_name(scratch.name + ".lock")):
+        """Computes and publishes the artifact of ``key``, from where an earlier attempt left off; returns it.
+
+        One process of a machine at a time; what another made meanwhile is taken. Errors: whatever the function raises.
+        """
+        kept = store.work(key)
+        with _alone(kept.path.with_name(kept.path.name + ".lock"), label):
             made_meanwhile = store.find(self.name, key)
             if made_meanwhile is not None:
                 return made_meanwhile
-            scratch.mkdir(parents=True, exist_ok=True)
-            output = scratch / "output"
-            shutil.rmtree(output, ignore_errors=True)
-            output.mkdir()
+            kept.fetch()
+            finished = kept.path / "finished"  # a publication that failed is tried again without computing again
             started = time.monotonic()
-            work = Work(store=store, label=label, output=output, scratch=scratch, runtime=runtime)
-            self.function(work, **inputs, **settings, **hints)
-            ref = store.publish(
-                self.name,
-                key,
-                output,
-                inputs=_digests(inputs),
-                settings=settings,
+            if not finished.is_dir():
+                output = kept.path / "output"
+                shutil.rmtree(output, ignore_errors=True)
+                output.mkdir()
+                work = Work(store=store, label=label, output=output, scratch=kept.path, runtime=runtime, kept=kept)
+                try:
+                    self.function(work, **inputs, **settings, **hints)
+                except Exception as error:
+                    if is_full(error):
+                        raise full(str(kept.path), label) from error
+                    raise
+                output.rename(finished)
+            lineage = Lineage(
+                stage=self.function.__name__,
                 version=self.version,
-                seconds=time.monotonic() - started,
+                inputs=input_records(inputs),
+                settings=settings,
+                packages=_package_versions(),
+                device=runtime.device,
+                run=run,
+                seconds=round(time.monotonic() - started, 3),
             )
-            store.clear_work(key)
+            ref = store.publish(self.name, key, finished, lineage)
+            kept.clear()
             return ref
 
 
@@ -202,54 +162,29 @@ def stage(*, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
     return lambda function: Stage(function, recorded_version(function), name)
 
 
-@dataclass(kw_only=True)
-class Stages:
-    """Runs stages against one store and records what became of each."""
+def split(arguments: Arguments) -> tuple[Arguments, Arguments]:
+    """Returns the inputs and the settings among a stage's arguments."""
+    inputs = {name: value for name, value in arguments.items() if next(_references(value, name), None) is not None}
+    return inputs, {name: value for name, value in arguments.items() if name not in inputs}
 
-    store: Store
-    runtime: Runtime
-    records: list[StageRecord] = field(default_factory=list)
-    _refs: dict[str, ArtifactRef] = field(default_factory=dict)
 
-    def run(self, stage: Stage, label: str = "", /, *, hints: Arguments | None = None, **arguments: Any) -> ArtifactRef:
-        """Runs ``stage``, or takes its artifact from the store; returns the reference. A second call does nothing.
-
-        ``label`` tells two runs of one stage apart; ``hints`` are arguments that cannot change the result, and are in
-        no key. Errors: whatever the stage raises.
-        """
-        hints = hints or {}
-        signature(stage.function).bind(None, **arguments, **hints)
-        inputs = {name: value for name, value in arguments.items() if _holds_reference(value)}
-        settings = {name: value for name, value in arguments.items() if name not in inputs}
-        key = stage.key(inputs, settings)
-        if key in self._refs:
-            return self._refs[key]
-        label = f"{stage.name} {label}".strip()
-        started = time.monotonic()
-        found = self.store.find(stage.name, key)
-        results = self._results()
-        if found is not None:
-            results.write(found, key=key)
-        state = stage.task.with_options(refresh_cache=found is None, result_storage=self._results_folder())(
-            key, label, self.store.uri, self.runtime, inputs, settings, hints, return_state=True
+def references(inputs: Mapping[str, Any]) -> Iterator[tuple[str, ArtifactRef | Source]]:
+    """Yields every reference in ``inputs`` with its place, as ``dense`` or ``merges.1``."""
+    for name, value in inputs.items():
+        assert not isinstance(value, list) or all(isinstance(item, (ArtifactRef, Source)) for item in value), (
+            f"{name} mixes references and settings"
         )
-        ref = state.result(raise_on_failure=True)
-        assert isinstance(ref, ArtifactRef)
-        seconds = round(time.monotonic() - started, 2)
-        self.records.append(StageRecord(name=stage.name, label=label, key=key, state=state.name, seconds=seconds))
-        log.info("%s: %s", label, "cached" if state.name == "Cached" else f"{seconds:.1f} s")
-        self._refs[key] = ref
-        return ref
+        yield from _references(value, name)
 
-    def _results_folder(self) -> Path:
-        return self.store.work_folder("results").parent.parent / "results"
 
-    def _results(self) -> ResultStore:
-        return ResultStore(
-            result_storage=LocalFileSystem(basepath=str(self._results_folder())),
-            serializer=JSONSerializer(),
-            cache_result_in_memory=False,
-        )
+def input_records(inputs: Mapping[str, Any]) -> dict[str, InputRecord]:
+    """Returns what a manifest says of a stage's inputs."""
+    return {
+        path: InputRecord(digest=ref.digest, kind=ref.kind, key=ref.key)
+        if isinstance(ref, ArtifactRef)
+        else InputRecord(digest=ref.digest, facts=ref.facts())
+        for path, ref in references(inputs)
+    }
 
 
 def _references(value: Any, path: str) -> Iterator[tuple[str, ArtifactRef | Source]]:
@@ -260,26 +195,28 @@ def _references(value: Any, path: str) -> Iterator[tuple[str, ArtifactRef | Sour
             yield from _references(item, f"{path}.{index}")
 
 
-def _holds_reference(value: Any) -> bool:
-    return next(_references(value, ""), None) is not None
-
-
-def _digests(inputs: Mapping[str, Any]) -> dict[str, str]:
-    for name, value in inputs.items():
-        assert not isinstance(value, list) or all(isinstance(item, (ArtifactRef, Source)) for item in value), (
-            f"{name} mixes"
-        )
-    return {path: ref.digest for name, value in inputs.items() for path, ref in _references(value, name)}
-
-
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Holds ``lock`` on this machine; a killed holder's lock is free at once."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another run of the same stage: %s", lock.stem)
-            fcntl.flock(file, fcntl.LOCK_EX)
+def _alone(path: Path, label: str) -> Iterator[None]:
+    """Holds a lock on this machine; a killed holder's is free at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log.info("%s: waiting for another run that computes the same", label)
+        lock.acquire()
+    try:
         yield
+        path.unlink(missing_ok=True)  # who waits for it takes the next one
+    finally:
+        lock.release()
+
+
+def _package_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -13,7 +13,7 @@ from lsp_core.gram import NonFiniteError
 from lsp_core.modeling import load_compressed
 from lsp_core.sensitivity import Sensitivity
 from storage.digest import digest_folder
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_json, read_tokens, write_json
 from tasks.caching import Source, Work, stage
@@ -28,6 +28,9 @@ class TaskFolder(Source):
     """A local folder of lm-eval task files; the digest covers them."""
 
     folder: str
+
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.folder}
 
 
 def find_task_folder(folder: Path | None) -> TaskFolder | None:

@@ -1,17 +1,21 @@
 """measure: model, bases, allocation tokens -> the KL grid; a killed run continues at its first unmeasured row."""
 
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.units import Unit
 from storage.grid import MEASURED, SKIPPED, KLGrid
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from tasks.artifacts import read_bases, read_tokens
 from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model
+
+log = logging.getLogger(__name__)
 
 
 @stage()
@@ -19,30 +23,57 @@ def measure(work: Work, *, model: ModelSource, bases: ArtifactRef, tokens: Artif
     """Publishes the grid of Delta_u(k), in nats per token, at k = i D / ``points``."""
     units, tensors = read_bases(work, bases)
     grid = _open(work, units, points)
+    _measure_rows(work, grid, model, units, tensors, tokens, points)
+    try:
+        grid.compact(str(work.output))
+    except ValueError as error:
+        log.warning("%s: what was measured earlier is damaged (%s): it starts again", work.label, error)
+        shutil.rmtree(work.scratch / "grid")
+        grid = _open(work, units, points)
+        _measure_rows(work, grid, model, units, tensors, tokens, points)
+        grid.compact(str(work.output))
+
+
+def _measure_rows(
+    work: Work,
+    grid: KLGrid,
+    model: ModelSource,
+    units: Sequence[Unit],
+    tensors: Mapping[str, Tensor],
+    tokens: ArtifactRef,
+    points: int,
+) -> None:
     pending = grid.pending()
-    if pending:
-        loaded = load_model(model, work.runtime.device)
-        on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
-        sensitivity = Sensitivity(
-            loaded, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch
-        )
-        with work.progress() as progress:
-            progress(len(units) - len(pending), len(units))
-            for row in pending:
-                grid.write_row(row, *_measure_row(sensitivity, units[row], points))
-                progress(row + 1, len(units))
-    grid.finish()
-    shutil.copytree(work.scratch / "grid", work.output, dirs_exist_ok=True)
+    if not pending:
+        return
+    loaded = load_model(model, work.runtime.device)
+    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
+    batches = read_tokens(work, tokens)
+    sensitivity = Sensitivity(loaded, units, on_device, batches, micro_batch=work.runtime.micro_batch)
+    with work.progress() as progress:
+        for done, row in enumerate(pending, len(units) - len(pending)):
+            progress(done, len(units))
+            grid.write_row(row, *_measure_row(sensitivity, units[row], points))
+            work.keep()
+        progress(len(units), len(units))
 
 
 def _open(work: Work, units: Sequence[Unit], points: int) -> KLGrid:
+    """Returns the grid that an earlier attempt left, or an empty one where there is none or it does not open."""
     folder = work.scratch / "grid"
-    if not folder.exists():
-        partial = work.scratch / "grid.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        removed = np.stack([_row_counts(unit, points) for unit in units])
-        KLGrid.create(str(partial), [unit.name for unit in units], removed, [i / points for i in range(1, points)])
-        partial.rename(folder)
+    removed = np.stack([_row_counts(unit, points) for unit in units])
+    if folder.exists():
+        try:
+            grid = KLGrid.open(str(folder))
+            grid.pending()
+            return grid
+        except (ValueError, KeyError, OSError) as error:  # as zarr says it
+            log.warning("%s: the grid of an earlier attempt does not open (%s): it starts again", work.label, error)
+            shutil.rmtree(folder)
+    partial = work.scratch / "grid.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    KLGrid.create(str(partial), [unit.name for unit in units], removed, [i / points for i in range(1, points)])
+    partial.rename(folder)
     return KLGrid.open(str(folder))
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from lsp_core.merging import merge_model, projected_logits, removed_directions
 from lsp_core.modeling import save_compressed
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, write_json

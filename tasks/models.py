@@ -2,7 +2,9 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +25,7 @@ from tasks.hub import commit_of
 log = logging.getLogger(__name__)
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+INDEX_PATTERNS = ("*.index.json",)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,7 +39,8 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-OTHER_FILES = ("config.json", "generation_config.json", "*.index.json", "*.py")
+CONFIG_FILES = ("config.json", "generation_config.json")
+CODE_PATTERNS = ("*.py",)
 
 
 class TokenizerSource(Source):
@@ -49,14 +53,16 @@ class TokenizerSource(Source):
 class ModelSource(Source):
     """A model in a local ``folder``.
 
-    The digest covers config, weights, tokenizer and ``dtype``, the resolved dtype to compute in. ``name`` is what the
-    user gave, ``revision`` the commit a hub id was resolved to.
+    The digest covers ``parts``: the digests of config, weights, tokenizer and trusted code, and the dtype to compute
+    in. ``name`` is what the user gave, ``revision`` the commit a hub id was resolved to.
     """
 
     name: str
     folder: str
     revision: str | None
     dtype: str
+    parts: dict[str, str]
+    num_bytes: int
     trust_remote_code: bool = False
     tokenizer: TokenizerSource
 
@@ -64,6 +70,9 @@ class ModelSource(Source):
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.name, "revision": self.revision, **self.parts}
 
 
 def find_model(
@@ -73,44 +82,57 @@ def find_model(
     dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
+    digest: Callable[[Path], str] = digest_file,
+    partly: bool = False,
 ) -> ModelSource:
     """Returns the model in a local folder, or downloads a hub id and returns that, with its content digested.
 
-    Errors: ``ValueError`` if there is neither, or if the folder lacks config, weights or tokenizer.
+    ``digest``: what a file's digest is taken from. ``partly``: a config is enough, nothing large is downloaded, and
+    what is not there is named in ``lacks``. Errors: ``ValueError`` if there is no such model, or if the folder lacks
+    config, weights or tokenizer.
     """
-    folder, commit = _locate(name_or_path, revision)
+    folder, commit = _locate(name_or_path, revision, partly=partly)
     weights = _files(folder, WEIGHT_PATTERNS)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is not a model folder")
-    if not weights:
+    if not weights and not partly:
         raise ValueError(
             f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)}): copy them there or name another folder"
         )
     tokenizer_files = _files(folder, TOKENIZER_FILES)
-    if not tokenizer_files:
+    if not tokenizer_files and not partly:
         raise ValueError(
             f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there"
         )
     safetensors = [path for path in weights if path.suffix == ".safetensors"]
-    code = _files(folder, ("*.py",)) if trust_remote_code else []
-    tokenizer = _digest(
-        [*tokenizer_files, folder / "config.json", *code]
-    )  # the config may choose the tokenizer's class
+    weights = safetensors or weights
+    code = _files(folder, CODE_PATTERNS) if trust_remote_code else []
+    config = folder / "config.json"  # it may choose the tokenizer's class
     resolved = _resolve_dtype(folder, dtype, device)
-    content = {
-        "files": _digest([*_files(folder, OTHER_FILES), *(safetensors or weights)]),
-        "tokenizer": tokenizer,
+    parts = {
+        "config": _digest(_files(folder, CONFIG_FILES), digest),
+        "weights": _digest([*weights, *_files(folder, INDEX_PATTERNS)], digest),
+        "tokenizer": _digest([*tokenizer_files, config, *code], digest),
+        "code": _digest(code, digest),
         "dtype": resolved,
-        "trust_remote_code": trust_remote_code,
     }
+    lacks = None if weights else f"the weights of {name_or_path}"
     return ModelSource(
         name=name_or_path,
         folder=str(folder),
         revision=commit,
         dtype=resolved,
+        parts=parts,
+        num_bytes=sum(path.stat().st_size for path in weights),
         trust_remote_code=trust_remote_code,
-        digest=digest_bytes(canonical_json(content).encode()),
-        tokenizer=TokenizerSource(folder=str(folder), digest=tokenizer, trust_remote_code=trust_remote_code),
+        digest=digest_bytes(canonical_json(parts).encode()),
+        lacks=lacks,
+        tokenizer=TokenizerSource(
+            folder=str(folder),
+            digest=parts["tokenizer"],
+            trust_remote_code=trust_remote_code,
+            lacks=None if tokenizer_files else f"the tokenizer of {name_or_path}",
+        ),
     )
 
 
@@ -201,8 +223,10 @@ def resolve_precision(precision: str, device: str) -> str:
     return precision
 
 
-def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
+def _locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Path, str | None]:
     folder = Path(name_or_path).expanduser()
+    if partly and folder.name == "config.json" and folder.is_file():
+        folder = folder.parent
     if folder.is_dir():
         if revision is not None:
             raise ValueError(
@@ -212,10 +236,12 @@ def _locate(name_or_path: str, revision: str | None) -> tuple[Path, str | None]:
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
     commit = commit_of("model", name_or_path, revision)
-    patterns = [*WEIGHT_PATTERNS[:1], *TOKENIZER_FILES, *OTHER_FILES]
-    folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=patterns))
-    if not _files(folder, WEIGHT_PATTERNS):
-        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*patterns, WEIGHT_PATTERNS[1]]))
+    small = [*INDEX_PATTERNS, *TOKENIZER_FILES, *CONFIG_FILES, *CODE_PATTERNS]
+    folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=small))
+    if not partly:  # what was downloaded before is linked into the same folder
+        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, WEIGHT_PATTERNS[0]]))
+        if not _files(folder, WEIGHT_PATTERNS):
+            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, WEIGHT_PATTERNS[1]]))
     log.info("%s is at commit %s", name_or_path, commit)
     return folder, commit
 
@@ -224,8 +250,8 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _digest(files: list[Path]) -> str:
-    return digest_bytes(canonical_json({path.name: digest_file(path) for path in files}).encode())
+def _digest(files: list[Path], digest: Callable[[Path], str]) -> str:
+    return digest_bytes(canonical_json({path.name: digest(path) for path in files}).encode())
 
 
 def _resolve_dtype(folder: Path, dtype: str, device: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from tasks.allocate import ALLOCATION, read_curves
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
@@ -24,7 +24,6 @@ CURVES, RANKS = "plots/kl_curves.png", "plots/retained_ranks.png"
 def report(
     work: Work,
     *,
-    model_name: str,
     prompt: str | None,
     targets: list[dict[str, Any]],
     bases: ArtifactRef,
@@ -37,7 +36,7 @@ def report(
     merges: list[ArtifactRef],
     trained: list[ArtifactRef],
 ) -> None:
-    """Publishes ``report.json``, ``report.md`` and the plots. The lists hold one reference for each of ``targets``."""
+    """Publishes ``report.json`` and the plots. The lists hold one reference for each of ``targets``."""
     units = read_units(work.folder(bases))
     results = [
         {**target, **_result(work, *refs)}
@@ -46,7 +45,6 @@ def report(
         )
     ]
     content = {
-        "model": model_name,
         "prompt": prompt,
         "dense": read_evaluation(work, dense),
         "units": [

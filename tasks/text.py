@@ -1,10 +1,10 @@
 """Text sources, and the token blocks that are cut from them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow
@@ -36,6 +36,9 @@ class TextOrigin(Source):
     def name(self) -> str:
         return self.path or f"{self.dataset} ({self.split})"
 
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.name, "revision": self.revision, "field": self.field, "separator": self.separator}
+
 
 def find_text(
     *,
@@ -46,25 +49,34 @@ def find_text(
     revision: str | None = None,
     field: str = "text",
     separator: str = "\n\n",
+    digest: Callable[[Path], str] = digest_file,
+    partly: bool = False,
 ) -> TextOrigin:
     """Returns a text source with its content digested (local) or its revision resolved to a commit (hub).
 
+    ``digest``: what a file's digest is taken from. ``partly``: a hub out of reach is named in ``lacks``.
     Errors: ``ValueError`` if it does not exist or is of an unknown kind.
     """
+    lacks = None
     if path is not None:
         path = path.expanduser()
         files = _text_files(path)
         names = {
-            file.relative_to(path).as_posix() if file != path else file.suffix: digest_file(file) for file in files
+            file.relative_to(path).as_posix() if file != path else file.suffix: digest(file) for file in files
         }
         content: dict[str, object] = {"files": names}
     else:
         assert dataset is not None
-        revision = commit_of("dataset", dataset, revision)
+        try:
+            revision = commit_of("dataset", dataset, revision)
+        except ConnectionError:
+            if not partly:
+                raise
+            lacks = f"the commit of {dataset}, for which the hub is out of reach"
         content = {"dataset": dataset, "config": config, "split": split, "revision": revision}
-    digest = digest_bytes(canonical_json(content | {"field": field, "separator": separator}).encode())
     return TextOrigin(
-        digest=digest,
+        digest=digest_bytes(canonical_json(content | {"field": field, "separator": separator}).encode()),
+        lacks=lacks,
         path=None if path is None else str(path),
         dataset=dataset,
         config=config,

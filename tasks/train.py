@@ -1,14 +1,14 @@
 """teacher and train: the dense model's outputs, computed once, and the projectors trained to match them."""
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.readout import Readout
-from lsp_core.training import TrainingSettings, cache_teacher, default_learning_rate, train_projectors
-from storage.store import ArtifactRef
+from lsp_core.teacher import FIELDS, cache_teacher
+from lsp_core.training import TrainingSettings, default_learning_rate, train_projectors
+from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_tokens, write_json
@@ -16,21 +16,29 @@ from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model
 
 HISTORY = "training.json"
-TEACHER_FIELDS = ("m", "c", "entropy")
 
 
 @stage(name="train")
-def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef) -> None:
-    """Publishes the dense model's statistic of the training set, D + 2 numbers a token; nothing for other heads."""
+def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef, checkpoint_sequences: int = 128) -> None:
+    """Publishes the dense model's statistic of the training set, D + 2 numbers a token; nothing for other heads.
+
+    ``checkpoint_sequences``, a hint: sequences between two saves.
+    """
     loaded = load_model(model, work.runtime.device)
     if Readout(loaded).head is None:  # then a statistic has V numbers a token: recomputing costs less than keeping
         save_tensors(work.output, {})
         return
     with work.progress() as progress:
         statistic = cache_teacher(
-            loaded, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch, progress=progress
+            loaded,
+            read_tokens(work, tokens),
+            micro_batch=work.runtime.micro_batch,
+            progress=progress,
+            work=work.scratch / "teacher",
+            checkpoint_sequences=checkpoint_sequences,
+            on_checkpoint=work.keep,
         )
-    save_tensors(work.output, {name: getattr(statistic, name) for name in TEACHER_FIELDS})
+    save_tensors(work.output, {name: getattr(statistic, name) for name in FIELDS})
 
 
 @stage()
@@ -71,14 +79,11 @@ def train(
             teacher=statistic,
             work=work.scratch / "checkpoint",
             progress=progress,
+            on_checkpoint=work.keep,
         )
     save_tensors(work.output, result.vectors)
-    recorded = {
-        name: value for name, value in asdict(chosen).items() if name not in ("micro_batch", "checkpoint_steps")
-    }
-    write_json(
-        work.output / HISTORY, {"best_epoch": result.best_epoch, "history": result.history, "settings": recorded}
-    )
+    record = {"best_epoch": result.best_epoch, "history": result.history, "settings": chosen.recorded()}
+    write_json(work.output / HISTORY, record)
 
 
 def teacher_bytes(model: ModelSource, sequences: int, length: int, hidden_size: int) -> int:

@@ -1,9 +1,12 @@
-"""Grams against a double loop over layers and tokens."""
+"""Grams against a double loop over layers and tokens, and sums that continue where they were."""
+
+import logging
 
 import pytest
 import torch
 
-from lsp_core.gram import NonFiniteError, gather_grams
+from lsp_core.durable import read_checked
+from lsp_core.gram import FILE, NonFiniteError, gather_grams
 from lsp_core.units import weight_of
 
 EPS = torch.finfo(torch.float64).eps
@@ -87,3 +90,96 @@ def test_names_the_layer_that_is_not_finite(prepare, bad):
     with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.mlp\.down_proj"):
         gather_grams(case.model, case.units, case.tokens, micro_batch=4)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in case.model.modules())
+
+
+class Killed(Exception):  # noqa: N818
+    """Stands in for the end of the process."""
+
+
+def gather(case, **options):
+    return gather_grams(case.model, case.units, case.tokens, **{"micro_batch": 1, "checkpoint_sequences": 2} | options)
+
+
+def gather_until(case, sequences, folder, **options):
+    def progress(done, _):
+        if done == sequences:
+            raise Killed
+
+    with pytest.raises(Killed):
+        gather(case, work=folder, progress=progress, **options)
+
+
+def assert_same_bits(grams, expected):
+    assert grams.keys() == expected.keys()
+    assert all(torch.equal(gram, expected[name]) for name, gram in grams.items())
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+@pytest.mark.parametrize("killed", [(1,), (3,), (5,), (3, 4, 5)])
+def test_killed_and_continued_equals_uninterrupted_bit_for_bit(prepare, tmp_path, precision, killed):
+    """6 sequences, saved after 2 and 4."""
+    case = prepare("llama")
+    for sequences in killed:
+        gather_until(case, sequences, tmp_path, precision=precision)
+    done = []
+    grams = gather(case, work=tmp_path, precision=precision, progress=lambda count, _: done.append(count))
+    assert done == list(range(killed[-1], 7)), "the next after 0, 2 or 4"
+    assert_same_bits(grams, gather(case, precision=precision))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+
+
+def test_sums_are_saved_between_micro_batches_and_not_at_the_end(prepare, tmp_path):
+    case, saved = prepare("llama"), []
+    for micro_batch, every in ((1, 2), (2, 3), (4, 1), (3, 100)):
+        folder = tmp_path / str(micro_batch)
+        gather(
+            case,
+            micro_batch=micro_batch,
+            checkpoint_sequences=every,
+            work=folder,
+            on_checkpoint=lambda folder=folder: saved.append(read_checked(folder / FILE).fields["sequences"]),
+        )
+        saved.append("end")
+    assert saved == [2, 4, "end", 4, "end", 4, "end", "end"]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip, lambda path: path.write_bytes(path.read_bytes()[:-8]), lambda path: path.write_bytes(b"")],
+    ids=["flipped bit", "cut short", "empty"],
+)
+def test_damaged_sums_are_never_continued(prepare, tmp_path, caplog, damage):
+    case = prepare("llama")
+    gather_until(case, 5, tmp_path)
+    damage(tmp_path / FILE)
+    done = []
+    with caplog.at_level(logging.WARNING):
+        grams = gather(case, work=tmp_path, progress=lambda count, _: done.append(count))
+    assert done[0] == 1
+    assert f"{tmp_path / FILE}" in caplog.text
+    assert "from zero" in caplog.text
+    assert_same_bits(grams, gather(case))
+
+
+@pytest.mark.parametrize("foreign", ["precision", "tokens", "units", "padding"])
+def test_sums_of_something_else_are_not_continued(prepare, tmp_path, caplog, foreign):
+    case, options = prepare("llama"), {}
+    gather_until(case, 5, tmp_path)
+    if foreign == "precision":
+        options["precision"] = torch.float32
+    elif foreign == "tokens":
+        case.tokens = case.tokens.flip(0)
+    elif foreign == "units":
+        case.units = case.units[:-1]
+    else:
+        options["padding_id"] = int(case.tokens[0, 0])
+    with caplog.at_level(logging.WARNING):
+        grams = gather(case, work=tmp_path, **options)
+    assert "from zero" in caplog.text
+    assert_same_bits(grams, gather(case, **options))

@@ -12,7 +12,8 @@ from lsp_core import training
 from lsp_core.basis import ordered_basis
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.gram import NonFiniteError, gather_grams
-from lsp_core.training import Trainer, TrainingSettings, cache_teacher, train_projectors
+from lsp_core.teacher import cache_teacher
+from lsp_core.training import Trainer, TrainingSettings, train_projectors
 from lsp_core.units import discover_units, weight_of
 
 # 6 sequences in steps of 4: two steps an epoch, the second one smaller
@@ -92,7 +93,7 @@ def test_cached_teacher_equals_recomputed(prepare):
     case = prepare("llama")
     seen = []
     teacher = cache_teacher(case.model, case.tokens, micro_batch=4, progress=lambda *s: seen.append(s))
-    assert seen == [(4, 6, {}), (6, 6, {})]
+    assert seen == [(4, 6), (6, 6)]
     assert teacher.m.shape == (6, 17, 48)
     assert teacher.c.shape == teacher.entropy.shape == (6, 17)
     log_p = case.logits().log_softmax(-1)

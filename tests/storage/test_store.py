@@ -16,9 +16,21 @@ from fsspec.implementations.local import LocalFileSystem
 
 import storage
 from storage.digest import digest_folder
+from storage.faults import StoreError
 from storage.grid import KLGrid
-from storage.store import ArtifactMissing, ArtifactRef, Store, StoreError
+from storage.manifest import ArtifactRef, InputRecord, Lineage, RunName
+from storage.store import ArtifactMissing, Store
 
+LINEAGE = Lineage(
+    stage="gather",
+    version=3,
+    inputs={"tokens": InputRecord(digest="d0", kind="calibrate", key="k0"), "model": InputRecord(digest="d1")},
+    settings={"tie": True},
+    packages={"torch": "2.13.0"},
+    device="cpu",
+    run=RunName(id="r0", name="busy-bee"),
+    seconds=1.5,
+)
 FILES = {"a.bin": b"\x00\x01\x02", "sub/b.json": b"{}", "empty": b""}
 
 
@@ -54,7 +66,7 @@ def outputs(tmp_path: Path) -> Callable[..., Path]:
 
 
 def publish(store: Store, folder: Path, key: str = "k1") -> ArtifactRef:
-    return store.publish("gather", key, folder, inputs={"tokens": "d0"}, settings={"tie": True}, version=3, seconds=1.5)
+    return store.publish("gather", key, folder, LINEAGE)
 
 
 def read(folder: Path) -> dict[str, bytes]:
@@ -74,18 +86,17 @@ def test_what_is_published_is_found_with_its_files(store: Store, outputs: Callab
 
 
 def test_the_manifest_says_where_the_artifact_comes_from(store: Store, outputs: Callable[..., Path]) -> None:
-    manifest = store.manifest(publish(store, outputs()))
-    assert manifest["inputs"] == {"tokens": "d0"}
-    assert manifest["settings"] == {"tie": True}
-    assert (manifest["version"], manifest["seconds"]) == (3, 1.5)
-    assert {name: facts["size"] for name, facts in manifest["files"].items()} == {n: len(d) for n, d in FILES.items()}
-    assert "torch" in manifest["packages"]
+    ref = publish(store, outputs())
+    manifest = store.manifest(ref.kind, ref.key)
+    assert manifest.lineage == LINEAGE
+    assert {name: facts.size for name, facts in manifest.files.items()} == {n: len(d) for n, d in FILES.items()}
+    assert list(store.manifests()) == [manifest]
 
 
 def test_the_payload_digest_covers_neither_key_nor_time(store: Store, outputs: Callable[..., Path]) -> None:
     first, second = publish(store, outputs(), "k1"), publish(store, outputs(), "k2")
     assert first.digest == second.digest
-    assert store.manifest(first)["manifest_digest"] != store.manifest(second)["manifest_digest"]
+    assert store.manifest("gather", "k1").to_json() != store.manifest("gather", "k2").to_json()
 
 
 def test_a_publish_that_dies_before_its_last_step_leaves_nothing_to_find(
@@ -172,7 +183,7 @@ def test_damage_is_not_found_is_said_and_is_mended_by_publishing(
 def test_a_damaged_remote_payload_is_mended(outputs: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
     store = Store(f"memory://{uuid.uuid4().hex}/store")
     ref = publish(store, outputs())
-    store._fs.rm_file(store._path("payload", ref.digest, "a.bin"))
+    store.files.remove(f"payload/{ref.digest}/a.bin")
     assert store.find("gather", "k1") is None
     assert "a.bin" in caplog.text
     assert publish(store, outputs()) == store.find("gather", "k1")
@@ -182,7 +193,11 @@ def test_a_damaged_remote_payload_is_mended(outputs: Callable[..., Path], caplog
 PUBLISHER = """
 import sys, time
 from pathlib import Path
+from storage.manifest import Lineage
 from storage.store import Store
+LINEAGE = Lineage(
+    stage="gather", version=1, inputs={}, settings={}, packages={}, device="cpu", run=None, seconds=0.0
+)
 root, name = Path(sys.argv[1]), sys.argv[2]
 (root / f"ready-{name}").touch()
 while not (root / "go").exists():
@@ -193,7 +208,7 @@ for turn in range(20):
     folder.mkdir()
     for file in range(5):
         (folder / f"{file}.bin").write_bytes(bytes([turn]) * 1000)
-    ref = store.publish("gather", f"k{turn}", folder, inputs={}, settings={}, version=1, seconds=0.0)
+    ref = store.publish("gather", f"k{turn}", folder, LINEAGE)
     assert store.find("gather", f"k{turn}") == ref, turn
     print(ref.digest)
 """
@@ -221,36 +236,38 @@ def test_two_processes_that_publish_one_key_both_succeed_and_leave_one_artifact(
 
 
 def test_work_survives_until_it_is_cleared(store: Store) -> None:
-    folder = store.work_folder("k1")
-    folder.mkdir(parents=True)
-    (folder / "step").touch()
-    assert (Store(store.uri).work_folder("k1") / "step").exists()
-    store.work_folder("k2").mkdir()
-    store.clear_work("k1")
-    assert not folder.exists()
-    assert store.work_folder("k2").exists()
-    store.clear_work("k1")
+    work = store.work("k1")
+    work.fetch()
+    (work.path / "step").touch()
+    work.keep()
+    assert (Store(store.uri).work("k1").path / "step").exists()
+    store.work("k2").fetch()
+    work.clear()
+    assert not work.path.exists()
+    assert store.work("k2").path.exists()
+    work.clear()
 
 
 def test_work_of_a_remote_store_is_apart_from_other_stores(cache: Path) -> None:
-    folders = [Store(f"memory://{name}/store").work_folder("k1") for name in ("one", "two")]
+    folders = [Store(f"memory://{name}/store").work("k1").path for name in ("one", "two")]
     assert len(set(folders)) == 2
     assert all(folder.is_relative_to(cache) for folder in folders)
 
 
 def test_a_reference_whose_files_are_gone_is_an_error_of_its_own(store: Store) -> None:
     gone = ArtifactRef(kind="gather", key="k1", uri="", digest="0" * 64, num_bytes=1)
-    for use in (store.local, store.manifest):
-        with pytest.raises(ArtifactMissing, match=r"gather k1 is not in store.*run again"):
-            use(gone)
+    with pytest.raises(ArtifactMissing, match=r"gather k1 is not in store.*run again"):
+        store.local(gone)
+    with pytest.raises(ArtifactMissing, match=r"gather k1 is not in store.*run again"):
+        store.manifest("gather", "k1")
 
 
 @pytest.mark.parametrize("finder", ["path", "uri"])
 def test_a_grid_opens_where_it_is_published(finder: str, store: Store, tmp_path: Path) -> None:
     grid = KLGrid.create(str(tmp_path / "grid"), ["u"], np.ones((1, 1), dtype=np.int64), [0.5])
     grid.write_row(0, np.array([0.25]), np.ones(1, dtype=np.uint8))
-    grid.finish()
-    ref = publish(store, tmp_path / "grid")
+    grid.compact(str(tmp_path / "compact"))
+    ref = publish(store, tmp_path / "compact")
     with xarray.open_zarr(str(store.local(ref)) if finder == "path" else store.payload_uri(ref)) as data:
         assert data["kl"].values.tolist() == [[0.25]]
 
@@ -292,7 +309,7 @@ def test_a_manifest_under_another_key_is_damage(local_store: Store, outputs: Cal
 
 def test_an_artifact_that_lost_a_file_is_missing(store: Store, outputs: Callable[..., Path]) -> None:
     ref = publish(store, outputs())
-    store._fs.rm_file(store._path("payload", ref.digest, "a.bin"))
+    store.files.remove(f"payload/{ref.digest}/a.bin")
     with pytest.raises(ArtifactMissing, match=r"gather k1 is not in store.*run again"):
         store.local(ref)
 
@@ -320,4 +337,4 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
     assert store.uri == str(tmp_path / "store")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert Store(store.uri).work_folder("k1") == tmp_path / "store" / "work" / "k1"
+    assert Store(store.uri).work("k1").path == tmp_path / "store" / "work" / "k1"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from storage.store import ArtifactRef, Store
+from storage.manifest import ArtifactRef, Lineage
+from storage.store import Store
 from tasks.caching import Runtime, Work
 from tasks.models import ModelSource, find_model, load_tokenizer
 
@@ -46,6 +47,16 @@ def published(work: Work, tmp_path: Path) -> Callable[..., ArtifactRef]:
         folder = tmp_path / f"{kind}-{key}"
         folder.mkdir()
         fill(folder)
-        return work.store.publish(kind, key, folder, inputs={}, settings=dict(settings or {}), version=1, seconds=0.0)
+        lineage = Lineage(
+            stage=kind,
+            version=1,
+            inputs={},
+            settings=dict(settings or {}),
+            packages={},
+            device="cpu",
+            run=None,
+            seconds=0.0,
+        )
+        return work.store.publish(kind, key, folder, lineage)
 
     return publish

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-import tasks.caching
-from storage.store import ArtifactRef, Store
-from tasks.caching import Runtime, Source, Stage, Stages, Work, may_pass
+import tasks.running
+from storage.manifest import ArtifactRef
+from tasks.caching import Runtime, Source, Stage, Work
+from tasks.running import Stages, may_pass
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_server"),
@@ -23,13 +24,13 @@ def stage(*, version: int, name: str | None = None) -> Callable[[Callable[..., N
 
 @pytest.fixture(autouse=True)
 def _no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.caching, "RETRY_DELAYS", [0.0, 0.0])
+    monkeypatch.setattr(tasks.running, "RETRY_DELAYS", [0.0, 0.0])
 
 
 @pytest.fixture
 def stages(tmp_path: Path) -> Callable[[], Stages]:
     """Returns a maker of runs against one store."""
-    return lambda: Stages(store=Store(str(tmp_path / "store")), runtime=Runtime())
+    return lambda: Stages(place=str(tmp_path / "store"), runtime=Runtime())
 
 
 def failing(errors: list[Exception]) -> tuple[Stage, list[int]]:
@@ -217,4 +218,4 @@ def test_nothing_is_left_to_resume_after_success_and_work_is_kept_after_an_error
         run.run(resuming)
     stages().run(resuming)
     assert seen == [False, True]
-    assert not run.store.work_folder(resuming.key({}, {})).exists()
+    assert not run.store.work(resuming.key({}, {})).path.exists()

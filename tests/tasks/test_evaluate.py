@@ -18,7 +18,7 @@ from lsp_core.merging import merge_model
 from lsp_core.modeling import load_compressed, save_compressed
 from lsp_core.units import discover_units
 from storage.grid import save_tokens
-from storage.store import ArtifactRef
+from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json
 from tasks.caching import Work
 from tasks.evaluate import EVALUATION, continue_prompt, evaluate, find_task_folder, measure_perplexity, run_tasks

@@ -1,0 +1,216 @@
+"""Files below the root of a store, on any fsspec file system: every operation persistent, every name checked."""
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from storage.faults import Patience, StoreError, first_line, persist
+from storage.manifest import check_relative
+from storage.places import check_uri
+
+T = TypeVar("T")
+
+
+class LeadsElsewhere(StoreError):  # noqa: N818  (a state of the store)
+    """A name in the store that is a link out of its place."""
+
+
+class Files:
+    """The files below ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
+
+    ``options`` go to the file system. Names are relative, with slashes. Errors: ``StoreError`` if the place cannot be
+    written to and read; from every operation what ``persist`` raises.
+    """
+
+    def __init__(self, uri: str, options: Mapping[str, Any] | None, patience: Patience) -> None:
+        check_uri(uri)
+        self._patience = patience
+        fresh = {"use_listings_cache": False} if "://" in uri else {}  # other processes write here too
+        try:
+            self.fs, root = fsspec.core.url_to_fs(uri, **{**fresh, **(options or {})})
+        except (ValueError, ImportError) as error:
+            raise StoreError(f"store {uri!r} is no folder or URI that fsspec knows: {error}") from None
+        self._root: str = root.rstrip("/")
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.uri: str = self._root if self.is_local else uri.rstrip("/")  # absolute: the working folder may change
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        probe = f"probe-{uuid.uuid4().hex}"
+
+        def use() -> None:
+            self.fs.makedirs(self._root, exist_ok=True)
+            self.fs.pipe_file(self._at(probe), b"probe")
+            self.fs.cat_file(self._at(probe))
+            self.fs.rm_file(self._at(probe))
+
+        try:
+            self._persist(use, "writing and reading a probe")
+        except StoreError:
+            raise
+        except Exception as error:  # whatever a file system raises for a place that it cannot use
+            reason = getattr(error, "strerror", None) or first_line(error)
+            problem = f"store {self.uri!r} cannot be written to and read ({reason})"
+            raise StoreError(f"{problem}: fix its permissions or name another") from None
+
+    def path(self, name: str) -> Path:
+        """Returns where a file or folder of a local store lies.
+
+        Errors: ``LeadsElsewhere`` where a link leads out of the store.
+        """
+        assert self.is_local
+        path = Path(self._at(name))
+        root = Path(os.path.realpath(self._root))
+        real = Path(os.path.realpath(path))
+        if real != root / name:
+            raise LeadsElsewhere(f"store {self.uri!r}: {name} is a link that leads elsewhere ({real}): remove it")
+        return path
+
+    def uri_of(self, name: str) -> str:
+        """Returns the fsspec URI of a file or folder."""
+        uri: str = self.fs.unstrip_protocol(self._at(name))
+        return uri
+
+    def read(self, name: str) -> bytes:
+        """Returns a file's content. Errors: ``FileNotFoundError``."""
+        where = str(self.path(name)) if self.is_local else self._at(name)
+        data: bytes = self._persist(lambda: self.fs.cat_file(where), f"reading {name}")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file such that nobody ever reads a part of it."""
+        self.staged(name, data)()
+
+    def staged(self, name: str, data: bytes) -> Callable[[], None]:
+        """Makes room for a file and returns what makes it appear: on a local store a rename, which needs no room."""
+        if not self.is_local:
+            return lambda: self._persist(lambda: self.fs.pipe_file(self._at(name), data), f"writing {name}")
+        target = self.path(name)
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+
+        def fill() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+        def appear() -> None:
+            temporary.replace(target)
+            sync_folder(target.parent)
+
+        self._persist(fill, f"writing {name}")
+        return appear
+
+    def infos(self, name: str) -> dict[str, tuple[int, float]]:
+        """Returns size in bytes and time of writing, in seconds since 1970, of every file below ``name``.
+
+        By the name relative to it, which is empty for a file itself. A time that the file system does not tell is now.
+        """
+        found = self._persist(lambda: self.fs.find(self._at(name), detail=True), f"listing {name}")
+        start = self._at(name)
+        return {
+            path[len(start) + 1 :]: (info["size"], _written(info))
+            for path, info in found.items()
+            if path == start or path.startswith(start + "/")
+        }
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Returns the sizes that ``infos`` gives."""
+        return {path: size for path, (size, _) in self.infos(name).items()}
+
+    def names(self, folder: str) -> list[str]:
+        """Returns the names of the files and folders right in ``folder``, sorted; none if it is absent."""
+
+        def listed() -> list[str]:
+            try:
+                return sorted(
+                    path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self._at(folder), detail=False)
+                )
+            except FileNotFoundError:
+                return []
+
+        return self._persist(listed, f"listing {folder}")
+
+    def remove(self, name: str) -> None:
+        """Deletes a file or a folder with all that is in it; nothing if it is absent."""
+        if self.is_local and not Path(self._at(name)).is_dir():
+            Path(self._at(name)).unlink(missing_ok=True)
+        elif self.is_local:
+            move_aside(self.path(name))
+        else:
+            with suppress(FileNotFoundError):
+                self._persist(lambda: self.fs.rm(self._at(name), recursive=True), f"deleting {name}")
+
+    def upload(self, file: Path, name: str) -> None:
+        """Copies a file of this machine into a store elsewhere."""
+        self._persist(lambda: self.fs.put_file(str(file), self._at(name)), f"uploading {name}")
+
+    def download(self, name: str, file: Path) -> None:
+        """Copies a file of a store elsewhere to this machine. Errors: ``FileNotFoundError``."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._persist(lambda: self.fs.get_file(self._at(name), str(file)), f"downloading {name}")
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{check_relative(name)}"
+
+    def _persist(self, operation: Callable[[], T], what: str) -> T:
+        return persist(operation, what, self.uri, self._patience)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a local folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def renamed(source: Path, target: Path) -> bool:
+    """Renames ``source`` to ``target`` and returns True, or returns False where there is a ``target`` already."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def move_aside(folder: Path) -> None:
+    """Deletes ``folder`` in such a way that nobody sees it half deleted; another process may do the same."""
+    with tempfile.TemporaryDirectory(prefix="replaced-", dir=folder.parent) as aside, suppress(FileNotFoundError):
+        folder.rename(Path(aside) / folder.name)
+
+
+def move_folder(source: Path, target: Path) -> None:
+    """Moves a folder, also to another disk, where ``target`` appears as a whole."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+        shutil.copytree(source, partial)
+        partial.rename(target)
+        shutil.rmtree(source)
+
+
+def _written(info: Mapping[str, Any]) -> float:
+    times = [info[field] for field in ("mtime", "LastModified", "created") if info.get(field) is not None]
+    return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in times), default=time.time())

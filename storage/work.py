@@ -1,0 +1,70 @@
+"""Resumable work under one key: a folder of this machine, on a store elsewhere kept there as well.
+
+On a local store the folder lies in the store. Otherwise the store's copy is the truth: another machine may have gone
+on from it. Files are copied in the order in which they were written, each appearing whole.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from storage.faults import StoreError
+from storage.files import Files
+from storage.manifest import check_relative
+
+log = logging.getLogger(__name__)
+
+UNKEPT = ("output", "finished")  # made anew, or published from this machine
+
+
+class WorkFolder:
+    """The work folder called ``name`` in a store, at ``path`` on this machine; neither need exist."""
+
+    def __init__(self, files: Files, name: str, path: Path) -> None:
+        self._files = files
+        self._name = name
+        self.path = path
+        self._kept: dict[str, tuple[int, int]] = {}  # size and mtime of what the store has
+
+    def fetch(self) -> None:
+        """Makes the folder, with what the store has of it."""
+        if not self._files.is_local:
+            there = self._files.sizes(self._name)
+            if there:
+                for path in self._resumable():
+                    path.unlink()
+            for name in there:
+                self._files.download(f"{self._name}/{name}", self.path / check_relative(name))
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._kept = self._states() if not self._files.is_local else {}
+
+    def keep(self) -> None:
+        """Copies what changed to the store; a store that does not answer is said in the log, and the work goes on."""
+        if self._files.is_local:
+            return
+        states = self._states()
+        changed = sorted(
+            (name for name, state in states.items() if self._kept.get(name) != state), key=lambda name: states[name][1]
+        )
+        try:
+            for name in changed:
+                self._files.upload(self.path / name, f"{self._name}/{name}")
+                self._kept[name] = states[name]
+        except StoreError as error:
+            log.warning("%s: it is kept on this machine alone for now", error)
+
+    def clear(self) -> None:
+        """Deletes the work, here and in the store."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if not self._files.is_local:
+            self._files.remove(self._name)
+
+    def _resumable(self) -> Iterator[Path]:
+        for path in self.path.rglob("*"):
+            if path.is_file() and path.relative_to(self.path).parts[0] not in UNKEPT and path.suffix != ".tmp":
+                yield path
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        facts = {path.relative_to(self.path).as_posix(): path.stat() for path in self._resumable()}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in facts.items()}

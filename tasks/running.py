@@ -1,0 +1,189 @@
+"""Running stages as Prefect tasks.
+
+The key is computed before the Prefect task is called, so that an input that cannot be hashed raises. Whether the task
+is a hit is the store's word, not Prefect's: where the store has the artifact, Prefect's own record is written to match,
+and the run shows as ``Cached``; where it has not, the record is overwritten.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+from prefect import task
+from prefect.cache_policies import CachePolicy
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect.results import ResultStore
+from prefect.serializers import JSONSerializer
+from prefect.tasks import Task
+
+from storage import faults
+from storage.faults import StoreUnavailable
+from storage.manifest import ArtifactRef, RunName
+from storage.runs import Needed, RunRecord, new_run, write_run
+from storage.store import Store
+from tasks.caching import Arguments, Runtime, Stage, split
+from tasks.places import open_store, results_storage
+from tasks.reasons import why
+
+log = logging.getLogger(__name__)
+
+RETRY_DELAYS = [2.0, 20.0]  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """What became of one stage in one run: ``state`` is ``Completed`` or ``Cached``; ``reason`` says why it ran."""
+
+    name: str
+    label: str
+    key: str
+    state: str
+    seconds: float
+    reason: str | None
+
+
+class StoreDecides(CachePolicy):
+    """The key that the caller computed; it never depends on the run or on the code's text."""
+
+    def compute_key(
+        self, task_ctx: TaskRunContext, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
+    ) -> str:
+        return _result_key(inputs["key"])
+
+
+def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
+    error = state.data
+    if not isinstance(error, BaseException) or isinstance(error, RepositoryNotFoundError):
+        return False
+    return isinstance(error, (StoreUnavailable, HTTPError)) or faults.may_pass(error)
+
+
+@dataclass(kw_only=True)
+class Stages:
+    """Runs stages against the store at ``place`` and records what became of each."""
+
+    place: str
+    runtime: Runtime
+    verify: bool = False
+    records: list[StageRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store: Store = open_store(self.place, verify=self.verify)
+        self.run_record: RunRecord = _this_run()
+        self._refs: dict[str, ArtifactRef] = {}
+        self._results = results_storage(self.place, self.store)
+
+    def run(self, stage: Stage, label: str = "", /, *, hints: Arguments | None = None, **arguments: Any) -> ArtifactRef:
+        """Runs ``stage``, or takes its artifact from the store; returns the reference. A second call does nothing.
+
+        ``label`` tells two runs of one stage apart; ``hints`` are arguments that cannot change the result, and are in
+        no key. Errors: whatever the stage raises.
+        """
+        hints = hints or {}
+        signature(stage.function).bind(None, **arguments, **hints)
+        inputs, settings = split(arguments)
+        key = stage.key(inputs, settings)
+        if key in self._refs:
+            return self._refs[key]
+        label = f"{stage.name} {label}".strip()
+        started = time.monotonic()
+        found = self.store.find(stage.name, key)
+        self._need(stage.name, key, on_record=found is None)
+        reason = None
+        if found is None:
+            reason = why(self.store, stage, inputs, settings)
+            log.info("%s: computing (%s)", label, reason)
+        else:
+            self._write_result(found, key)
+        state = _task_of(stage).with_options(refresh_cache=found is None, result_storage=self._results)(
+            key,
+            label,
+            self.place,
+            self.verify,
+            self.runtime,
+            inputs,
+            settings,
+            hints,
+            self._run_name(),
+            return_state=True,
+        )
+        ref = state.result(raise_on_failure=True)
+        assert isinstance(ref, ArtifactRef)
+        seconds = round(time.monotonic() - started, 2)
+        self.records.append(
+            StageRecord(name=stage.name, label=label, key=key, state=state.name, seconds=seconds, reason=reason)
+        )
+        log.info("%s: %s", label, "cached" if state.name == "Cached" else f"{seconds:.1f} s")
+        self._refs[key] = ref
+        return ref
+
+    def close(self) -> None:
+        """Puts on record what this run needed."""
+        write_run(self.store, self.run_record)
+
+    def _need(self, kind: str, key: str, *, on_record: bool) -> None:
+        needs = (*self.run_record.needs, Needed(kind=kind, key=key))
+        self.run_record = self.run_record.model_copy(update={"needs": needs})
+        if on_record:  # before hours of work that gc must not touch
+            write_run(self.store, self.run_record)
+
+    def _run_name(self) -> RunName:
+        return RunName(id=self.run_record.id, name=self.run_record.name)
+
+    def _write_result(self, ref: ArtifactRef, key: str) -> None:
+        storage: Any = self._results
+        if isinstance(storage, Path):
+            storage = LocalFileSystem(basepath=str(storage))
+        assert isinstance(storage, (LocalFileSystem, RemoteFileSystem))
+        results = ResultStore(result_storage=storage, serializer=JSONSerializer(), cache_result_in_memory=False)
+        results.write(ref, key=_result_key(key))
+
+
+def _task_of(stage: Stage) -> Task[..., Any]:
+    def body(
+        key: str,
+        label: str,
+        place: str,
+        verify: bool,
+        runtime: Runtime,
+        inputs: Arguments,
+        settings: Arguments,
+        hints: Arguments,
+        run: RunName,
+    ) -> ArtifactRef:
+        store = open_store(place, verify=verify)
+        return stage.compute(store, key, label, runtime, inputs, settings, hints, run)
+
+    body.__doc__ = stage.__doc__
+    return task(
+        body,
+        name=stage.name,
+        task_run_name="{label}",
+        version=str(stage.version),
+        cache_policy=StoreDecides(),
+        persist_result=True,
+        result_serializer="json",
+        cache_result_in_memory=False,
+        retries=len(RETRY_DELAYS),
+        retry_delay_seconds=RETRY_DELAYS,
+        retry_condition_fn=may_pass,
+    )
+
+
+def _result_key(key: str) -> str:
+    return f"results/{key}"
+
+
+def _this_run() -> RunRecord:
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return new_run(uuid4().hex, "without a flow")
+    return new_run(str(context.flow_run.id), context.flow_run.name)

@@ -1,0 +1,247 @@
+"""Stages that are killed again and again, by SIGKILL, continue where they were and end in the same bytes.
+
+Each attempt is a process of its own. Inputs are plain folders here; what the store does is tested elsewhere.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lsp_core.checkpoint import FILE, PREVIOUS
+from lsp_core.durable import read_checked
+from storage.digest import digest_folder
+from storage.grid import save_tokens
+from storage.store import ArtifactRef, Store
+from storage.tensors import load_tensors
+from tasks.artifacts import read_json, read_units, write_json
+from tasks.bases import bases
+from tasks.caching import Runtime, Stage, Work
+from tasks.gather import gather
+from tasks.models import ModelSource
+from tasks.train import teacher, train
+
+STAGES: dict[str, Stage] = {"gather": gather, "bases": bases, "teacher": teacher, "train": train}
+SEQUENCES = 12
+CHANGES = ("open", "os.rename", "os.link", "os.remove")  # audit events of what changes files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mortal(Work):
+    """Dies at the ``last``-th save point; what its stage computed is counted in ``progress``'s file."""
+
+    last: int | None = None
+    saves: list[None] = field(default_factory=list)
+
+    def folder(self, ref: ArtifactRef) -> Path:
+        return Path(ref.uri)
+
+    def keep(self) -> None:
+        self.saves.append(None)
+        if len(self.saves) == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def attempt(
+    name: str, folder: Path, arguments: dict[str, Any], last: int | None, change: int, ready: Connection
+) -> None:
+    """Runs a stage in this process, as its task does: output anew, scratch as it was left."""
+    torch.set_num_threads(1)
+    logging.basicConfig(filename=folder / "log")
+    shutil.rmtree(folder / "output", ignore_errors=True)
+    for part in ("output", "scratch"):
+        (folder / part).mkdir(exist_ok=True)
+    runtime = Runtime(micro_batch=1)
+    work = Mortal(
+        store=Store(str(folder / "store")),
+        label=name,
+        output=folder / "output",
+        scratch=folder / "scratch",
+        runtime=runtime,
+        last=last,
+    )
+    if change:
+        die_at_change(change, folder)
+    ready.send("ready")
+    STAGES[name].function(work, **arguments)
+
+
+def die_at_change(number: int, folder: Path) -> None:
+    """Kills this process just before its ``number``-th change of a file below ``folder``."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event in CHANGES and str(arguments[0]).startswith((f"{folder}/output", f"{folder}/scratch")):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Processes that begin with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Runs one stage in ``folder``, killing it or not; ``seconds`` is what the stage takes in one go."""
+
+    processes: ForkServerContext
+    name: str
+    arguments: dict[str, Any]
+    folder: Path
+
+    def run(self, *, last: int | None = None, change: int = 0, after: float | None = None) -> bool:
+        """Returns whether the stage came to its end; False where it was killed. Anything else fails."""
+        self.folder.mkdir(exist_ok=True)
+        here, there = self.processes.Pipe()
+        process = self.processes.Process(
+            target=attempt, args=(self.name, self.folder, self.arguments, last, change, there)
+        )
+        process.start()
+        there.close()
+        assert here.recv() == "ready"
+        if after is not None:
+            process.join(after)
+            process.kill()
+        process.join(120)
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL), (self.folder / "log").read_text()
+        return code == 0
+
+    def digest(self) -> str:
+        return digest_folder(self.folder / "output")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A stage, its arguments, and what it publishes uninterrupted."""
+
+    processes: ForkServerContext
+    name: str
+    arguments: dict[str, Any]
+    reference: Path
+    seconds: float
+
+    def runner(self, folder: Path) -> Runner:
+        return Runner(processes=self.processes, name=self.name, arguments=self.arguments, folder=folder)
+
+    @property
+    def expected(self) -> str:
+        return digest_folder(self.reference)[0]
+
+
+def reference_to(folder: Path) -> ArtifactRef:
+    return ArtifactRef(kind="plain", key="0", uri=str(folder), digest=digest_folder(folder)[0], num_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def cases(
+    source: ModelSource, tmp_path_factory: pytest.TempPathFactory, processes: ForkServerContext
+) -> dict[str, Case]:
+    """Each stage run once without a kill, on what the stage before it published."""
+    root = tmp_path_factory.mktemp("resume")
+    ids = np.random.default_rng(0).integers(0, 256, (SEQUENCES, 24))
+    for name, part in (("tokens", ids), ("validation", ids[:3])):
+        save_tokens(root / name, part)
+    tokens, validation = reference_to(root / "tokens"), reference_to(root / "validation")
+    found: dict[str, Case] = {}
+
+    def case(name: str, **arguments: Any) -> ArtifactRef:
+        arguments = {"model": source} | arguments
+        runner = Runner(processes=processes, name=name, arguments=arguments, folder=root / name)
+        started = time.monotonic()
+        assert runner.run()
+        seconds = time.monotonic() - started
+        output = root / name / "output"
+        found[name] = Case(processes=processes, name=name, arguments=arguments, reference=output, seconds=seconds)
+        return reference_to(output)
+
+    discovery = {"kv_routing": "auto", "tie": True, "exclude": []}
+    grams = case("gather", tokens=tokens, precision="float64", checkpoint_sequences=2, **discovery)
+    ordered = case("bases", grams=grams, init="whitened")
+    (root / "allocation").mkdir()
+    removed = {unit.name: unit.dimension // 2 for unit in read_units(Path(ordered.uri))}
+    write_json(root / "allocation" / "allocation.json", {"removed": removed})
+    dense = case("teacher", tokens=tokens, checkpoint_sequences=2)
+    case(
+        "train",
+        bases=ordered,
+        allocation=reference_to(root / "allocation"),
+        tokens=tokens,
+        validation=validation,
+        objective="kl",
+        learning_rate=1e-2,
+        dense_outputs=dense,
+        epochs=3,
+        batch_sequences=4,
+        dropout=0.2,
+        checkpoint_steps=2,
+    )
+    return found
+
+
+# saves of an uninterrupted run: gather after 2, 4, .. 10 of 12 sequences; train at steps 0, 2, 3, 4, 6, 8, 9
+SAVES = {"gather": 5, "bases": 8, "teacher": 6, "train": 7}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_killed_at_every_save_point_it_continues_to_the_same_bytes(
+    cases: dict[str, Case], tmp_path: Path, name: str
+) -> None:
+    """Every attempt lives for one save: the next must not repeat it, or this would never end."""
+    case = cases[name]
+    runner = case.runner(tmp_path / name)
+    kills = 0
+    while not runner.run(last=1):
+        kills += 1
+        assert kills <= SAVES[name]
+    assert kills == SAVES[name]
+    assert runner.digest() == case.expected
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", STAGES)
+def test_killed_at_random_changes_of_files_it_continues_to_the_same_bytes(
+    cases: dict[str, Case], tmp_path: Path, name: str, seed: int
+) -> None:
+    case, draw = cases[name], random.Random(seed)
+    runner = case.runner(tmp_path / name)
+    kills = sum(not runner.run(change=draw.randint(1, 20)) for _ in range(5))
+    runner.run()
+    assert kills >= 3
+    assert runner.digest() == case.expected
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", STAGES)
+def test_killed_at_random_moments_it_continues_to_the_same_bytes(
+    cases: dict[str, Case], tmp_path: Path, name: str, seed: int
+) -> None:
+    case, draw = cases[name], random.Random(seed)
+    runner = case.runner(tmp_path / name)
+    kills = sum(not runner.run(after=draw.uniform(0, case.seconds / 3)) for _ in range(4))
+    runner.run()
+    assert kills >= 1
+    assert runner.digest() == case.expected
