@@ -1,137 +1,40 @@
-"""The command line: one subcommand a flow, its options generated from the configuration models.
+"""The command line: the subcommands of ``commands``, their configuration file, and how mistakes are reported."""
 
-Nothing heavy is imported before a subcommand runs, so that ``--help`` answers at once.
-"""
-
-import json
 import logging
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
-    CliImplicitFlag,
-    CliPositionalArg,
     CliSubCommand,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
-from flows.config import CompressConfig, Objective, Ratio, cross_product
+from flows.commands import Benchmark, Compress, Demo, Efficiency, Plan, StoreCommands, Versions
+from flows.server import REPORTED
 
 BAD_INPUT, INTERRUPTED = 2, 130
-REPORTED = (ValueError, OSError)  # an input that is wrong, a place that cannot be read or written, a hub out of reach
-PREFECT_DEFAULTS = {
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # its first start migrates a database
-}
-
-
-class Compress(CompressConfig):
-    """Compress the model of a configuration file. Every field of it can be overridden here."""
-
-    config: CliPositionalArg[Path] = Field(description="YAML file with the configuration.")
-    ratio: tuple[Ratio, ...] = Field((), description="Ratio to compress by, may be repeated; replaces targets.")
-    objective: tuple[Objective, ...] = Field(
-        (), description="Objective to train for, may be repeated; replaces targets."
-    )
-
-    def cli_cmd(self) -> None:
-        import_prefect()
-        from flows.compress import compress
-
-        config = self.to_config()
-        content = compress(config)
-        print_table(content, config.output)
-
-    def to_config(self) -> CompressConfig:
-        """Returns the configuration proper, with the cross product of ratios and objectives as its targets."""
-        values = {name: getattr(self, name) for name in CompressConfig.model_fields}
-        if self.ratio or self.objective:
-            given = self.targets if "targets" in self.model_fields_set else None
-            values["targets"] = cross_product(list(self.ratio), list(self.objective), given)
-        return CompressConfig.model_validate(values)
-
-
-class Demo(BaseModel):
-    """Compress the demo model on the text that every Python carries, and print what it cost."""
-
-    text: Path | None = Field(None, description="Folder of text to use instead; split by a hash of each file's name.")
-    retrain: CliImplicitFlag[bool] = Field(False, description="Train the demo model from nothing first; resumable.")
-    output: Path = Field(Path("runs/demo"), description="Folder for report, plots, checkpoints and Prefect's database.")
-    store: str = Field("runs/demo/store", description="Where artifacts are kept.")
-
-    def cli_cmd(self) -> None:
-        home = Path(os.environ.setdefault("PREFECT_HOME", str((self.output / "prefect").resolve())))
-        home.mkdir(parents=True, exist_ok=True)
-        import_prefect()
-        from flows.demo import demo
-
-        demo(text=self.text, retrain=self.retrain, output=self.output, store=self.store)
-
-
-class Efficiency(BaseModel):
-    """Memory, cache and FLOPs of a model before and after compression, from its config alone."""
-
-    model: CliPositionalArg[str] = Field(description="Model folder, hub id, or a config.json.")
-    ratio: Ratio = Field(0.5, description="Share of the targeted layers' parameters to remove.")
-    allocation: Literal["uniform_parameters", "uniform_rank"] = Field(
-        "uniform_parameters", description="How ranks are chosen."
-    )
-    kv_routing: Literal["auto", "input", "output", "untied"] = Field(
-        "auto",
-        validation_alias=AliasChoices("kv-routing", "kv_routing"),
-        description="Ties in attention, as in compress.",
-    )
-    device_gib: float = Field(
-        95.5,
-        gt=0,
-        validation_alias=AliasChoices("device-gib", "device_gib"),
-        description="Memory of the device, in GiB, for the longest context.",
-    )
-    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="Print one JSON object instead of a table.")
-
-    def cli_cmd(self) -> None:
-        from flows.efficiency import efficiency
-
-        print_facts(
-            efficiency(self.model, self.ratio, self.allocation, self.kv_routing, self.device_gib), as_json=self.json_
-        )
-
-
-class Benchmark(BaseModel):
-    """Time and peak memory of the method's two expensive stages against the obvious alternative, in one run."""
-
-    what: CliPositionalArg[Literal["grid", "train"]] = Field(
-        description="grid: measuring the KL grid; train: one optimizer step."
-    )
-    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="Print one JSON object instead of a table.")
-
-    def cli_cmd(self) -> None:
-        from flows import benchmark
-
-        print_facts({"grid": benchmark.grid, "train": benchmark.train}[self.what](), as_json=self.json_)
+CONFIGURED = ("compress", "plan")  # the commands that read a configuration file
 
 
 class YamlSource(PydanticBaseSettingsSource):
-    """The values of the file that ``compress`` names, below those of the command line."""
+    """The values of the file that ``compress`` or ``plan`` names, below those of the command line."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return None, field_name, False  # the file is read as a whole, by __call__
 
     def __call__(self) -> dict[str, Any]:
-        given = self.current_state.get("compress")
-        path = given.get("config") if isinstance(given, dict) else None
-        if path is None:
-            return {}
-        return {"compress": read_yaml(Path(path))}
+        for command in CONFIGURED:
+            given = self.current_state.get(command)
+            path = given.get("config") if isinstance(given, dict) else None
+            if path is not None:
+                return {command: read_yaml(Path(path))}
+        return {}
 
 
 class Commands(BaseSettings):
@@ -150,9 +53,12 @@ class Commands(BaseSettings):
     )
 
     compress: CliSubCommand[Compress]
+    plan: CliSubCommand[Plan]
+    store: CliSubCommand[StoreCommands]
     demo: CliSubCommand[Demo]
     efficiency: CliSubCommand[Efficiency]
     benchmark: CliSubCommand[Benchmark]
+    versions: CliSubCommand[Versions]
 
     @classmethod
     def settings_customise_sources(
@@ -190,15 +96,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def describe(problem: Any) -> str:
     """Returns one line that names the field, what is wrong with it, and what was given."""
-    place = ".".join(
-        str(part) for part in problem["loc"] if part not in ("compress", "demo", "efficiency", "benchmark")
-    )
+    parts = [str(part) for part in problem["loc"]]
+    place = ".".join(parts[1:] if len(parts) > 1 and parts[0] in Commands.model_fields else parts)
     if problem["type"] == "extra_forbidden":
         return f"{place}: there is no such setting; `python -m flows compress --help` lists them"
     if problem["type"] == "missing":
         return f"{place}: this setting is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{place}: {message} (given: {problem['input']!r})" if place else message
+    secret = place.endswith("store")
+    return f"{place}: {message}" + ("" if secret else f" (given: {problem['input']!r})") if place else message
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -215,65 +121,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no mapping of settings: start it with `model:`")
     return values
-
-
-def import_prefect() -> None:
-    """Imports Prefect with our defaults for what the environment leaves open, and with a quieter log."""
-    for name, value in PREFECT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    import prefect  # noqa: F401
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    start_server()
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(worth_a_line)
-
-
-def start_server() -> None:
-    """Starts Prefect's temporary server, where the user's profile names none, out of the reach of Ctrl-C.
-
-    A terminal interrupts every process of its group. The server must outlive the run, to be told how that ended.
-    """
-    from prefect.client.orchestration import get_client
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the server's process
-    try:
-        get_client(sync_client=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def worth_a_line(record: logging.LogRecord) -> bool:
-    """Drops the lines that our own repeat: the end of each task, and a user's mistake, which ``main`` reports."""
-    mistake = record.exc_info is not None and isinstance(record.exc_info[1], REPORTED)
-    return not mistake and not record.getMessage().startswith(("Finished in state", "Crash detected"))
-
-
-def print_table(content: dict[str, Any], output: Path) -> None:
-    from tasks.report import table
-
-    print("\n" + "\n".join(table(content)) + f"\n\nreport, plots and checkpoints: {output}")
-
-
-def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
-    """Prints ``facts`` as one JSON object, or line by line for people."""
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            print(name)
-            for inner, number in value.items():
-                print(f"  {inner:32} {number:,.2f}" if isinstance(number, float) else f"  {inner:32} {number}")
-        elif isinstance(value, list):
-            for row in value:
-                print(
-                    "  "
-                    + "  ".join(
-                        f"{key} {item:,.4g}" if isinstance(item, float) else f"{key} {item}"
-                        for key, item in row.items()
-                    )
-                )
-        else:
-            print(f"{name:34} {value}")

@@ -218,7 +218,7 @@ def train_cost(
     tokens, checks = sequences * length, validation_sequences * length * (epochs + 1)
     flops += checks * (dense - replaced + validation)
     targets = epochs * sequences * (length - (objective == "task"))
-    heads = targets * shapes.statistic() + checks / length * (length - 1) * shapes.logits()
+    heads = targets * 2 * shapes.logits() + checks / length * (length - 1) * shapes.logits()
     softmaxes = targets + checks / length * (length - 1)
     if objective == "kl" and not teacher_kept:
         flops += epochs * tokens * dense

@@ -55,6 +55,13 @@ class _Ledger(TorchDispatchMode):
             kwargs["device"] = torch.device("meta")  # what a stage moves to the CPU has no values either
         if func is aten._to_copy.default and not on_meta and kwargs.get("dtype", args[0].dtype) == torch.bool:
             kwargs["device"] = args[0].device  # masks keep their values: shapes depend on them
+        if on_meta and func is aten.logsumexp.default:
+            self._enter(args[0].clone(), set())  # the kernel's exponentials
+        if on_meta:
+            with self:  # in inference mode an operator made of others arrives whole
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_meta]
         if func is aten.ne.Scalar:

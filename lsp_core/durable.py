@@ -61,7 +61,7 @@ def write_durably(
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     state = {**fields, DIGEST: digest_tensors(held, fields)}
     try:
-        save_file(held, temporary, metadata={ENTRY: json.dumps(state, sort_keys=True)})
+        save_file(held, temporary, metadata={ENTRY: json.dumps(state)})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
     except BaseException:

@@ -28,11 +28,11 @@ class LeadsElsewhere(StoreError):  # noqa: N818  (a state of the store)
 class Files:
     """The files below ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
 
-    ``options`` go to the file system. Names are relative, with slashes. Errors: ``StoreError`` if the place cannot be
-    written to and read; from every operation what ``persist`` raises.
+    ``options`` go to the file system. Names are relative, with slashes. Errors: ``StoreError`` if the place is to be
+    ``writable`` and cannot be written to and read; from every operation what ``persist`` raises.
     """
 
-    def __init__(self, uri: str, options: Mapping[str, Any] | None, patience: Patience) -> None:
+    def __init__(self, uri: str, options: Mapping[str, Any] | None, patience: Patience, *, writable: bool) -> None:
         check_uri(uri)
         self._patience = patience
         fresh = {"use_listings_cache": False} if "://" in uri else {}  # other processes write here too
@@ -43,7 +43,8 @@ class Files:
         self._root: str = root.rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.uri: str = self._root if self.is_local else uri.rstrip("/")  # absolute: the working folder may change
-        self._check_usable()
+        if writable:
+            self._check_usable()
 
     def _check_usable(self) -> None:
         probe = f"probe-{uuid.uuid4().hex}"

@@ -191,3 +191,10 @@ def load_tokens(folder: Path) -> npt.NDArray[np.int32]:
     """Returns the token blocks (sequence, position) below ``folder``."""
     group: Any = zarr.open_group(str(folder / "tokens"), mode="r")
     return np.asarray(group["ids"][:])
+
+
+def tokens_shape(folder: Path) -> tuple[int, int]:
+    """Returns how many sequences of how many tokens lie below ``folder``, from the metadata alone."""
+    group: Any = zarr.open_group(str(folder / "tokens"), mode="r")
+    sequences, length = group["ids"].shape
+    return sequences, length

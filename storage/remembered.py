@@ -86,6 +86,7 @@ class DigestMemory:
         self._database.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(self._database, timeout=LOCK_SECONDS, isolation_level=None)) as connection:
             connection.text_factory = lambda text: text.decode(errors="replace")  # damaged text fails its check
+            connection.execute("PRAGMA synchronous = OFF")  # what a power cut damages is noticed like other damage
             connection.execute(TABLE)
             return connection.execute(statement, values).fetchall()
 

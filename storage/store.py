@@ -37,7 +37,7 @@ class Store:
     """The store at ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
 
     ``verify``: what is found is digested, once, not only measured. ``options`` go to the file system.
-    Errors: ``StoreError`` if it cannot be written to and read.
+    Errors: ``StoreError`` if it is to be ``writable`` and cannot be written to and read.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Store:
         uri: str,
         *,
         verify: bool = False,
+        writable: bool = True,
         options: Mapping[str, Any] | None = None,
         patience: Patience | None = None,
     ) -> None:
-        self.files = Files(uri, options, patience or Patience())
+        self.files = Files(uri, options, patience or Patience(), writable=writable)
         self.uri = self.files.uri
         self.verify = verify
         self._verified: set[str] = set()  # digests of payloads

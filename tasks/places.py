@@ -11,16 +11,16 @@ from storage.store import Store
 BLOCK = "block://"
 
 
-def open_store(place: str, *, verify: bool = False) -> Store:
+def open_store(place: str, *, verify: bool = False, writable: bool = True) -> Store:
     """Returns the store at ``place``.
 
     ``block://remote-file-system/NAME`` is the Prefect block of that name, whose settings are the file system's.
     Errors: ``StoreError`` if it cannot be had or used.
     """
     if not place.startswith(BLOCK):
-        return Store(place, verify=verify)
+        return Store(place, verify=verify, writable=writable)
     block = _block(place)
-    return Store(block.basepath, verify=verify, options=block.settings)
+    return Store(block.basepath, verify=verify, writable=writable, options=block.settings)
 
 
 def results_storage(place: str, store: Store) -> Any:

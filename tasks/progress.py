@@ -9,8 +9,6 @@ from types import TracebackType
 from typing import Self
 from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
-from prefect.context import TaskRunContext
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ class Progress:
         due = now - self._artifact_at >= SECONDS_BETWEEN_ARTIFACT_UPDATES or (
             done == total and self._artifact is not None
         )
-        if due and TaskRunContext.get() is not None:
+        if due:
             self._artifact_at = now
             try:
                 self._publish(100.0 * done / total)
@@ -64,6 +62,11 @@ class Progress:
         self._bar.update(done - self._bar.n)
 
     def _publish(self, percent: float) -> None:
+        from prefect.artifacts import create_progress_artifact, update_progress_artifact  # seconds to import
+        from prefect.context import TaskRunContext
+
+        if TaskRunContext.get() is None:
+            return
         if self._artifact is None:
             key = "progress-" + re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
             self._artifact = create_progress_artifact(percent, key=key, description=self.label)

@@ -61,9 +61,7 @@ def find_text(
     if path is not None:
         path = path.expanduser()
         files = _text_files(path)
-        names = {
-            file.relative_to(path).as_posix() if file != path else file.suffix: digest(file) for file in files
-        }
+        names = {file.relative_to(path).as_posix() if file != path else file.suffix: digest(file) for file in files}
         content: dict[str, object] = {"files": names}
     else:
         assert dataset is not None
@@ -85,6 +83,12 @@ def find_text(
         field=field,
         separator=separator,
     )
+
+
+def text_bytes(origin: TextOrigin) -> int:
+    """Returns the size of a local text."""
+    assert origin.path is not None
+    return sum(file.stat().st_size for file in _text_files(Path(origin.path)))
 
 
 def documents(origin: TextOrigin) -> Iterator[str]:

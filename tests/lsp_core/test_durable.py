@@ -1,6 +1,7 @@
 """Whatever is killed or damaged: a file reads back bit for bit, or not at all."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -38,10 +39,12 @@ def test_every_dtype_shape_and_field_comes_back(tmp_path):
 
 def test_equal_contents_give_equal_bytes(tmp_path):
     tensors = {"b": torch.ones(3), "a": torch.zeros(2)}
-    fields = {"y": 1, "x": [2.5]}
+    fields = {"y": 1, "x": [{"d": 2.5, "c": None}]}
     write_durably(tmp_path / "first", tensors, fields)
-    write_durably(tmp_path / "second", dict(reversed(tensors.items())), dict(reversed(fields.items())))
+    write_durably(tmp_path / "second", dict(reversed(tensors.items())), fields)
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+    # what is made of the fields after a kill is to have the same bytes too: their order is theirs
+    assert json.dumps(read_checked(tmp_path / "first").fields) == json.dumps(fields)
 
 
 def test_the_digest_sees_names_dtypes_shapes_bytes_and_fields():

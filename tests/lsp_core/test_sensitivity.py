@@ -1,14 +1,16 @@
 """The streamed grid against a full forward pass per candidate and stored logits."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 from lsp_core.gram import NonFiniteError
 from lsp_core.readout import Readout
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, projected_weight, removal_counts, truncated
-from lsp_core.units import weight_of
+from lsp_core.units import discover_units, find_blocks, weight_of
 
 TOLERANCE = 1e-12  # nats; float64 logits of a few units, summed over 101 entries
 
@@ -41,6 +43,29 @@ def test_streamed_equals_naive(prepare, oracles, family):
             assert abs(ours - expected) <= TOLERANCE, (unit.name, count)
     assert all(torch.equal(tensor, state[name]) for name, tensor in case.model.state_dict().items())
     assert not any("forward" in module.__dict__ or module._forward_pre_hooks for module in case.model.modules())
+
+
+def test_blocks_that_return_a_tuple_are_streamed_too(prepare, oracles):
+    """A Bloom block returns the hidden state and its attention weights, and its model unpacks them."""
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_head=4, n_layer=3, vocab_size=101, initializer_range=0.2))
+    model = model.double().eval()
+    units = discover_units(model)
+    bases = {u.name: torch.linalg.qr(torch.randn(u.dimension, u.dimension, dtype=torch.float64)).Q for u in units}
+    case = dataclasses.replace(prepare("llama"), model=model, units=units, bases=bases)
+    returned = []
+    handle = find_blocks(model)[0].register_forward_hook(lambda _, __, output: returned.append(output))
+    case.logits()
+    handle.remove()
+    assert isinstance(returned[0], tuple)
+    assert len(returned[0]) == 2
+    sensitivity = Sensitivity(model, units, bases, case.tokens, micro_batch=4)
+    assert sensitivity.extras == 1
+    for unit in units:
+        ours = sensitivity.measure(unit.name, unit.dimension // 2)
+        expected = naive(case, oracles, {unit.name: unit.dimension // 2})
+        assert ours > TOLERANCE, "the candidate must be seen"
+        assert abs(ours - expected) <= TOLERANCE, unit.name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])

@@ -1,14 +1,16 @@
 """Tensors come back bit for bit, in any dtype and any number of shards, and equal tensors make equal bytes."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from storage.digest import digest_folder
-from storage.tensors import iter_tensors, load_tensors, save_tensors
+from storage.tensors import INDEX, iter_tensors, load_tensors, save_tensors, write_index
 
 DTYPES = [
     torch.float64,
@@ -129,3 +131,48 @@ def test_shards_that_hold_nothing_asked_for_are_not_opened(tmp_path: Path) -> No
 def test_a_name_that_comes_twice_is_refused(shard_bytes: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"two tensors are called 'a\.b'"):
         save_tensors(tmp_path, [("a.b", torch.zeros(2)), ("a.b", torch.ones(2))], shard_bytes=shard_bytes)
+
+
+def test_files_written_one_by_one_read_by_their_index(tmp_path: Path) -> None:
+    tensors = sample(3)
+    files = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, file in files.items():
+        save_file({name: tensors[name]}, tmp_path / file)
+    backwards = dict(reversed(files.items()))
+    write_index(tmp_path, backwards)
+    found = load_tensors(tmp_path)
+    assert list(found) == list(backwards)
+    for name, tensor in tensors.items():
+        assert_same_bits(found[name], tensor)
+        assert_same_bits(load_tensors(tmp_path, [name])[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "file", ["../secret", "/{folder}/secret", "..", ".", "", "in/secret", "in\\secret", "a\0b", 3, None]
+)
+def test_an_index_that_leads_out_of_its_folder_is_refused(file: object, tmp_path: Path) -> None:
+    """The file is there in every case where a path can lead to it: only the name is wrong."""
+    folder = tmp_path / "folder"
+    save_tensors(folder, {"good": torch.ones(2), "bad.name": torch.zeros(2)})
+    (folder / "in").mkdir()
+    for place in (tmp_path, folder / "in"):
+        save_file({"bad.name": torch.zeros(2)}, place / "secret")
+    if isinstance(file, str):
+        file = file.format(folder=tmp_path)
+    (folder / INDEX).write_text(json.dumps({"good": "tensors-00000.safetensors", "bad.name": file}))
+    with pytest.raises(ValueError, match=r"tensors\.json: tensor 'bad\.name' is in .*no file of this folder"):
+        load_tensors(folder, ["good"])
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    save_tensors(folder, {"a.b": torch.ones(2)})
+    outside = (folder / "tensors-00000.safetensors").rename(tmp_path / "outside")
+    (folder / "tensors-00000.safetensors").symlink_to(outside)
+    with pytest.raises(ValueError, match=r"tensor 'a\.b' is in 'tensors-00000\.safetensors'"):
+        load_tensors(folder)
+    (tmp_path / "alias").symlink_to(folder)
+    outside.rename(folder / "real")
+    (folder / "tensors-00000.safetensors").unlink()
+    (folder / "tensors-00000.safetensors").symlink_to("real")
+    assert load_tensors(tmp_path / "alias")["a.b"].tolist() == [1, 1]  # what stays inside is harmless

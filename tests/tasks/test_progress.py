@@ -2,6 +2,7 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import prefect.artifacts
 import pytest
 from prefect import task
 from prefect.client.orchestration import get_client
@@ -78,7 +79,7 @@ def test_a_bar_is_closed_after_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_outside_a_task_run_there_is_no_artifact(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.progress, "create_progress_artifact", lambda *_, **__: pytest.fail("an artifact"))
+    monkeypatch.setattr(prefect.artifacts, "create_progress_artifact", lambda *_, **__: pytest.fail("an artifact"))
     with Progress("gather", terminal=False) as progress:
         clock.now += 60.0
         progress(1, 2)

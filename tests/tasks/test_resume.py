@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from lsp_core.checkpoint import FILE, PREVIOUS
 from lsp_core.durable import read_checked
@@ -37,13 +37,13 @@ from tasks.models import ModelSource
 from tasks.train import teacher, train
 
 STAGES: dict[str, Stage] = {"gather": gather, "bases": bases, "teacher": teacher, "train": train}
-SEQUENCES = 12
+SEQUENCES = 48
 CHANGES = ("open", "os.rename", "os.link", "os.remove")  # audit events of what changes files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mortal(Work):
-    """Dies at the ``last``-th save point; what its stage computed is counted in ``progress``'s file."""
+    """Dies at the ``last``-th save point."""
 
     last: int | None = None
     saves: list[None] = field(default_factory=list)
@@ -58,9 +58,12 @@ class Mortal(Work):
 
 
 def attempt(
-    name: str, folder: Path, arguments: dict[str, Any], last: int | None, change: int, ready: Connection
+    name: str, folder: Path, arguments: dict[str, Any], last: int | None, change: int, tell: Connection
 ) -> None:
-    """Runs a stage in this process, as its task does: output anew, scratch as it was left."""
+    """Runs a stage in this process, as its task does: output anew, scratch as it was left.
+
+    Tells when it starts, and at its end the seconds it took and how often it changed files.
+    """
     torch.set_num_threads(1)
     logging.basicConfig(filename=folder / "log")
     shutil.rmtree(folder / "output", ignore_errors=True)
@@ -75,24 +78,25 @@ def attempt(
         runtime=runtime,
         last=last,
     )
-    if change:
-        die_at_change(change, folder)
-    ready.send("ready")
+    changes = count_changes(folder, change)
+    tell.send("started")
+    started = time.monotonic()
     STAGES[name].function(work, **arguments)
+    tell.send((time.monotonic() - started, len(changes)))
 
 
-def die_at_change(number: int, folder: Path) -> None:
-    """Kills this process just before its ``number``-th change of a file below ``folder``."""
-    seen = 0
+def count_changes(folder: Path, last: int) -> list[None]:
+    """Returns a list that grows with every change of a file below ``folder``; the ``last``-th kills this process."""
+    seen: list[None] = []
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
         if event in CHANGES and str(arguments[0]).startswith((f"{folder}/output", f"{folder}/scratch")):
-            seen += 1
-            if seen == number:
+            seen.append(None)
+            if len(seen) == last:  # the change is still to come
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +109,18 @@ def processes() -> ForkServerContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs one stage in ``folder``, killing it or not; ``seconds`` is what the stage takes in one go."""
+    """Runs one stage in ``folder``, killing it or not."""
 
     processes: ForkServerContext
     name: str
     arguments: dict[str, Any]
     folder: Path
 
-    def run(self, *, last: int | None = None, change: int = 0, after: float | None = None) -> bool:
-        """Returns whether the stage came to its end; False where it was killed. Anything else fails."""
+    def run(self, *, last: int | None = None, change: int = 0, after: float | None = None) -> tuple[float, int] | None:
+        """Returns the seconds the stage took and its changes of files; None where it was killed. Anything else fails.
+
+        It is killed at its ``last``-th save, at its ``change``-th change of a file, or ``after`` so many seconds.
+        """
         self.folder.mkdir(exist_ok=True)
         here, there = self.processes.Pipe()
         process = self.processes.Process(
@@ -121,14 +128,14 @@ class Runner:
         )
         process.start()
         there.close()
-        assert here.recv() == "ready"
+        assert here.recv() == "started"
         if after is not None:
             process.join(after)
             process.kill()
         process.join(120)
         code = process.exitcode
         assert code in (0, -signal.SIGKILL), (self.folder / "log").read_text()
-        return code == 0
+        return here.recv() if code == 0 else None
 
     def digest(self) -> str:
         return digest_folder(self.folder / "output")[0]
@@ -136,13 +143,14 @@ class Runner:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A stage, its arguments, and what it publishes uninterrupted."""
+    """A stage, its arguments, and what it publishes uninterrupted, after ``seconds`` and ``changes`` of files."""
 
     processes: ForkServerContext
     name: str
     arguments: dict[str, Any]
     reference: Path
     seconds: float
+    changes: int
 
     def runner(self, folder: Path) -> Runner:
         return Runner(processes=self.processes, name=self.name, arguments=self.arguments, folder=folder)
@@ -171,20 +179,26 @@ def cases(
     def case(name: str, **arguments: Any) -> ArtifactRef:
         arguments = {"model": source} | arguments
         runner = Runner(processes=processes, name=name, arguments=arguments, folder=root / name)
-        started = time.monotonic()
-        assert runner.run()
-        seconds = time.monotonic() - started
+        facts = runner.run()
+        assert facts is not None
         output = root / name / "output"
-        found[name] = Case(processes=processes, name=name, arguments=arguments, reference=output, seconds=seconds)
+        found[name] = Case(
+            processes=processes,
+            name=name,
+            arguments=arguments,
+            reference=output,
+            seconds=facts[0],
+            changes=facts[1],
+        )
         return reference_to(output)
 
     discovery = {"kv_routing": "auto", "tie": True, "exclude": []}
-    grams = case("gather", tokens=tokens, precision="float64", checkpoint_sequences=2, **discovery)
+    grams = case("gather", tokens=tokens, precision="float64", checkpoint_sequences=8, **discovery)
     ordered = case("bases", grams=grams, init="whitened")
     (root / "allocation").mkdir()
     removed = {unit.name: unit.dimension // 2 for unit in read_units(Path(ordered.uri))}
     write_json(root / "allocation" / "allocation.json", {"removed": removed})
-    dense = case("teacher", tokens=tokens, checkpoint_sequences=2)
+    dense = case("teacher", tokens=tokens, checkpoint_sequences=8)
     case(
         "train",
         bases=ordered,
@@ -195,14 +209,14 @@ def cases(
         learning_rate=1e-2,
         dense_outputs=dense,
         epochs=3,
-        batch_sequences=4,
+        batch_sequences=16,
         dropout=0.2,
         checkpoint_steps=2,
     )
     return found
 
 
-# saves of an uninterrupted run: gather after 2, 4, .. 10 of 12 sequences; train at steps 0, 2, 3, 4, 6, 8, 9
+# saves of an uninterrupted run: gather after 8, 16, .. 40 of 48 sequences; train at steps 0, 2, 3, 4, 6, 8, 9
 SAVES = {"gather": 5, "bases": 8, "teacher": 6, "train": 7}
 
 
@@ -228,7 +242,7 @@ def test_killed_at_random_changes_of_files_it_continues_to_the_same_bytes(
 ) -> None:
     case, draw = cases[name], random.Random(seed)
     runner = case.runner(tmp_path / name)
-    kills = sum(not runner.run(change=draw.randint(1, 20)) for _ in range(5))
+    kills = sum(not runner.run(change=draw.randint(1, case.changes // 2)) for _ in range(5))
     runner.run()
     assert kills >= 3
     assert runner.digest() == case.expected
@@ -241,7 +255,69 @@ def test_killed_at_random_moments_it_continues_to_the_same_bytes(
 ) -> None:
     case, draw = cases[name], random.Random(seed)
     runner = case.runner(tmp_path / name)
-    kills = sum(not runner.run(after=draw.uniform(0, case.seconds / 3)) for _ in range(4))
+    kills = sum(not runner.run(after=case.seconds * 10 ** draw.uniform(-1.5, -0.2)) for _ in range(4))
     runner.run()
     assert kills >= 1
     assert runner.digest() == case.expected
+
+
+def modified(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_bases_that_are_whole_are_not_computed_again(cases: dict[str, Case], tmp_path: Path) -> None:
+    """3 of 8 are there and one of them is damaged: 6 are to be computed."""
+    runner = cases["bases"].runner(tmp_path / "bases")
+    assert not runner.run(last=3)
+    scratch = runner.folder / "scratch" / "bases"
+    first, damaged, third = sorted(scratch.iterdir())
+    flip(damaged)
+    kept = {path.name: path.stat().st_mtime_ns for path in (first, third)}
+    assert runner.run(last=7)
+    assert {name: modified(scratch)[name] for name in kept} == kept
+    assert f"{damaged}" in (runner.folder / "log").read_text()
+    assert runner.digest() == cases["bases"].expected
+
+
+def test_published_bases_read_as_all_tensors_do_and_are_no_second_copy(cases: dict[str, Case]) -> None:
+    output = cases["bases"].reference
+    units = read_units(output)
+    tensors = load_tensors(output)
+    assert list(tensors) == [unit.name for unit in units]
+    for unit in units:
+        q = tensors[unit.name]
+        assert q.shape == (unit.dimension, unit.dimension)
+        assert (q.T @ q - torch.eye(len(q), dtype=q.dtype)).abs().max() <= 1e-12
+    saved = {path.name: read_checked(path) for path in output.glob("basis-*.safetensors")}
+    assert len(saved) == len(units)
+    ridges = read_json(output / "ridges.json")
+    assert {name: file.fields["ridge"] for file in saved.values() for name in file.tensors} == ridges
+    assert all(path.samefile(output.parent / "scratch" / "bases" / path.name) for path in output.glob("basis-*"))
+
+
+def test_a_killed_training_keeps_two_checkpoints_and_survives_their_damage(
+    cases: dict[str, Case], tmp_path: Path
+) -> None:
+    case = cases["train"]
+    checkpoints = [tmp_path / "train" / "scratch" / "checkpoint" / name for name in (FILE, PREVIOUS)]
+    runner = case.runner(tmp_path / "train")
+    assert not runner.run(last=4)
+    for path, step in zip(checkpoints, (4, 3), strict=True):
+        with safe_open(path, framework="np") as file:
+            assert json.loads(file.metadata()["state"])["step"] == step
+    flip(checkpoints[0])
+    assert not runner.run(last=1)  # from step 3 to step 4
+    assert [read_checked(path).fields["step"] for path in checkpoints] == [4, 3]
+    for path in checkpoints:
+        flip(path)
+    assert not runner.run(last=2)  # steps 0 and 2
+    assert [read_checked(path).fields["step"] for path in checkpoints] == [2, 0]
+    assert runner.run()
+    assert runner.digest() == case.expected
+    assert "training starts from zero" in (runner.folder / "log").read_text()

@@ -1,0 +1,228 @@
+"""The subcommands: options generated from the configuration models, each calling one function of ``flows``.
+
+Nothing heavy is imported before a subcommand runs, so that ``--help`` answers at once.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, BaseModel, Field
+from pydantic_settings import CliApp, CliImplicitFlag, CliPositionalArg, CliSubCommand
+
+from flows.config import CompressConfig, Objective, Ratio, cross_product
+from flows.printing import print_facts, print_table
+from flows.server import import_prefect
+
+Json = CliImplicitFlag[bool]
+
+
+class Compress(CompressConfig):
+    """Compress the model of a configuration file. Every field of it can be overridden here."""
+
+    config: CliPositionalArg[Path] = Field(description="YAML file with the configuration.")
+    ratio: tuple[Ratio, ...] = Field((), description="Ratio to compress by, may be repeated; replaces targets.")
+    objective: tuple[Objective, ...] = Field(
+        (), description="Objective to train for, may be repeated; replaces targets."
+    )
+
+    def cli_cmd(self) -> None:
+        import_prefect()
+        from flows.compress import compress
+
+        config = self.to_config()
+        content = compress(config)
+        print_table(content, config.output)
+
+    def to_config(self) -> CompressConfig:
+        """Returns the configuration proper, with the cross product of ratios and objectives as its targets."""
+        values = {name: getattr(self, name) for name in CompressConfig.model_fields}
+        if self.ratio or self.objective:
+            given = self.targets if "targets" in self.model_fields_set else None
+            values["targets"] = cross_product(list(self.ratio), list(self.objective), given)
+        return CompressConfig.model_validate(values)
+
+
+class Plan(Compress):
+    """Say for every stage of a configuration whether it is in the store, why not, and what it would cost.
+
+    Exit status 3 if a stage cannot fit into the device's memory.
+    """
+
+    device_gib: float | None = Field(
+        None,
+        gt=0,
+        validation_alias=AliasChoices("device-gib", "device_gib"),
+        description="Memory of the device, in GiB; none: as found.",
+    )
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        from flows.plan import CANNOT_FIT, plan, print_plan
+
+        content = plan(self.to_config(), device_gib=self.device_gib)
+        print_plan(content, as_json=self.json_)
+        if not content["fits"]:
+            raise SystemExit(CANNOT_FIT)
+
+
+class Demo(BaseModel):
+    """Compress the demo model on the text that every Python carries, and print what it cost."""
+
+    text: Path | None = Field(None, description="Folder of text to use instead; split by a hash of each file's name.")
+    retrain: CliImplicitFlag[bool] = Field(False, description="Train the demo model from nothing first; resumable.")
+    output: Path = Field(Path("runs/demo"), description="Folder for report, plots, checkpoints and Prefect's database.")
+    store: str = Field("runs/demo/store", description="Where artifacts are kept.")
+
+    def cli_cmd(self) -> None:
+        home = Path(os.environ.setdefault("PREFECT_HOME", str((self.output / "prefect").resolve())))
+        home.mkdir(parents=True, exist_ok=True)
+        import_prefect()
+        from flows.demo import demo
+
+        demo(text=self.text, retrain=self.retrain, output=self.output, store=self.store)
+
+
+class StoreOptions(BaseModel):
+    """What every ``store`` command needs."""
+
+    store: str = Field(".lsp", description="The store: a folder, a URI, or block://remote-file-system/NAME.")
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+
+class StoreList(StoreOptions):
+    """List the artifacts, the newest first."""
+
+    kind: str | None = Field(None, description="Only those of one stage.")
+
+    def cli_cmd(self) -> None:
+        from flows.upkeep import list_artifacts
+
+        list_artifacts(self.store, self.kind, as_json=self.json_)
+
+
+class StoreShow(StoreOptions):
+    """Show one artifact and everything that it was made of, back to the model and the calibration text."""
+
+    key: CliPositionalArg[str] = Field(description="Its key, or the beginning of it.")
+
+    def cli_cmd(self) -> None:
+        from flows.upkeep import show
+
+        show(self.store, self.key, as_json=self.json_)
+
+
+class StoreVerify(StoreOptions):
+    """Read every byte of every artifact. What is damaged is withdrawn: the next run that needs it computes it again.
+
+    Exit status 1 if anything is damaged.
+    """
+
+    def cli_cmd(self) -> None:
+        from flows.upkeep import verify_store
+
+        raise SystemExit(verify_store(self.store, as_json=self.json_))
+
+
+class StoreGc(StoreOptions):
+    """Say what nobody needs any more, and delete it with --delete."""
+
+    last: int | None = Field(None, ge=1, description="Keep what this many runs, the newest, need.")
+    report: tuple[Path, ...] = Field((), description="Keep what this report.json needs, may be repeated.")
+    grace_hours: float = Field(
+        1.0,
+        ge=0,
+        validation_alias=AliasChoices("grace-hours", "grace_hours"),
+        description="Keep whatever was written within these hours: a run may be under way.",
+    )
+    delete: CliImplicitFlag[bool] = Field(False, description="Delete it, instead of saying what would go.")
+
+    def cli_cmd(self) -> None:
+        from flows.upkeep import collect
+
+        collect(
+            self.store,
+            last=self.last,
+            reports=self.report,
+            grace_hours=self.grace_hours,
+            delete_=self.delete,
+            as_json=self.json_,
+        )
+
+
+class StoreCommands(BaseModel):
+    """Look after a store: list, show, verify, gc."""
+
+    list_: CliSubCommand[StoreList] = Field(alias="list")
+    show: CliSubCommand[StoreShow]
+    verify: CliSubCommand[StoreVerify]
+    gc: CliSubCommand[StoreGc]
+
+    def cli_cmd(self) -> None:
+        CliApp.run_subcommand(self)
+
+
+class Efficiency(BaseModel):
+    """Memory, cache and FLOPs of a model before and after compression, from its config alone."""
+
+    model: CliPositionalArg[str] = Field(description="Model folder, hub id, or a config.json.")
+    ratio: Ratio = Field(0.5, description="Share of the targeted layers' parameters to remove.")
+    allocation: Literal["uniform_parameters", "uniform_rank"] = Field(
+        "uniform_parameters", description="How ranks are chosen."
+    )
+    kv_routing: Literal["auto", "input", "output", "untied"] = Field(
+        "auto",
+        validation_alias=AliasChoices("kv-routing", "kv_routing"),
+        description="Ties in attention, as in compress.",
+    )
+    device_gib: float = Field(
+        95.5,
+        gt=0,
+        validation_alias=AliasChoices("device-gib", "device_gib"),
+        description="Memory of the device, in GiB, for the longest context.",
+    )
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        from flows.efficiency import efficiency
+
+        print_facts(
+            efficiency(self.model, self.ratio, self.allocation, self.kv_routing, self.device_gib), as_json=self.json_
+        )
+
+
+class Benchmark(BaseModel):
+    """Time and peak memory of the expensive parts against the obvious alternative, in one run."""
+
+    what: CliPositionalArg[Literal["grid", "train", "store"]] = Field(
+        description="grid: measuring the KL grid; train: one optimizer step; store: digests, and a large grid."
+    )
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        from flows import benchmark, benchmark_store
+
+        measured = {"grid": benchmark.grid, "train": benchmark.train, "store": benchmark_store.store}[self.what]
+        print_facts(measured(), as_json=self.json_)
+
+
+class Versions(BaseModel):
+    """Say which stages' source has changed since it was recorded; for those who change the stages.
+
+    Exit status 1 if any has.
+    """
+
+    bump: CliImplicitFlag[bool] = Field(
+        False, description="Record the source as it is and give each changed stage a new version."
+    )
+    same_result: CliImplicitFlag[bool] = Field(
+        False,
+        validation_alias=AliasChoices("same-result", "same_result"),
+        description="Record the source as it is and keep the versions: the outputs are the same, by your word.",
+    )
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        from flows.versions import versions
+
+        raise SystemExit(versions(bump=self.bump, same_result=self.same_result, as_json=self.json_))

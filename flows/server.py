@@ -1,0 +1,45 @@
+"""Prefect, imported with our defaults and with its temporary server started."""
+
+import logging
+import os
+import signal
+
+REPORTED = (ValueError, OSError)  # an input that is wrong, a place that cannot be read or written, a hub out of reach
+PREFECT_DEFAULTS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",  # its first start migrates a database
+}
+
+
+def import_prefect() -> None:
+    """Imports Prefect with our defaults for what the environment leaves open, and with a quieter log."""
+    for name, value in PREFECT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    import prefect  # noqa: F401
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    start_server()
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(worth_a_line)
+
+
+def start_server() -> None:
+    """Starts Prefect's temporary server, where the user's profile names none, out of the reach of Ctrl-C.
+
+    A terminal interrupts every process of its group. The server must outlive the run, to be told how that ended.
+    """
+    from prefect.client.orchestration import get_client
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the server's process
+    try:
+        get_client(sync_client=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def worth_a_line(record: logging.LogRecord) -> bool:
+    """Drops the lines that our own repeat: the end of each task, and a user's mistake, which ``main`` reports."""
+    mistake = record.exc_info is not None and isinstance(record.exc_info[1], REPORTED)
+    return not mistake and not record.getMessage().startswith(("Finished in state", "Crash detected"))
