@@ -25,7 +25,8 @@ from lsp_core.allocation import uniform_parameters
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity, truncated
-from lsp_core.training import Trainer, TrainingSettings, cache_teacher, frozen
+from lsp_core.teacher import cache_teacher
+from lsp_core.training import Trainer, TrainingSettings, frozen
 from lsp_core.units import Unit, discover_units
 
 log = logging.getLogger(__name__)

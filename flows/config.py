@@ -63,7 +63,7 @@ class CalibrationConfig(Section):
     sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
     seed: int = Field(0, ge=0, description="Seed of the draw.")
     checkpoint_sequences: int = Field(
-        128, ge=1, description="Sequences between two checkpoints of a running gather; does not change the result."
+        128, ge=1, description="Sequences between two checkpoints of a running gather or teacher; does not change the result."
     )
 
 

@@ -118,14 +118,7 @@ def build(stages: Runner, prepared: Prepared) -> Built:
     tokens = calibration_tokens(stages, prepared)
     validation = validation_tokens(stages, prepared)
     test = test_tokens(stages, prepared)
-    further: dict[str, Any] = {
-        "prompt": config.evaluation.prompt,
-        "prompt_tokens": config.evaluation.prompt_tokens,
-        "tasks": list(config.evaluation.tasks),
-        "task_folder": prepared.task_folder,
-        "task_limit": config.evaluation.task_limit,
-        "harness": version("lm_eval") if config.evaluation.tasks else None,
-    }
+    further = _further_evaluation(prepared)
     dense = stages.run(evaluate, "dense", model=model, tokens=test, **further)
 
     grams = stages.run(
@@ -249,9 +242,10 @@ def train_target(
     size = teacher_bytes(model, config.calibration.sequences, config.calibration.sequence_length, width)
     dense_outputs = None
     if target.objective == "kl" and size <= config.teacher_cache_gib * 2**30:
-        dense_outputs = stages.run(teacher, model=model, tokens=tokens)
-    pace = {"checkpoint_steps", "checkpoint_minutes"}
-    settings = config.training.model_dump(mode="json", exclude=pace)
+        pace = {"checkpoint_sequences": config.calibration.checkpoint_sequences}
+        dense_outputs = stages.run(teacher, "teacher", hints=pace, model=model, tokens=tokens)
+    unkeyed = {"checkpoint_steps", "checkpoint_minutes"}
+    settings = config.training.model_dump(mode="json", exclude=unkeyed)
     settings["epochs"] = target.epochs or config.training.epochs
     return stages.run(
         train,
@@ -262,7 +256,7 @@ def train_target(
         tokens=tokens,
         validation=validation,
         objective=target.objective,
-        hints={"dense_outputs": dense_outputs, **config.training.model_dump(include=pace)},
+        hints={"dense_outputs": dense_outputs, **config.training.model_dump(include=unkeyed)},
         **settings,
     )
 
@@ -281,6 +275,18 @@ def _draw(
         part=part,
         seed=prepared.config.calibration.seed,
     )
+
+
+def _further_evaluation(prepared: Prepared) -> dict[str, Any]:
+    """Returns what is evaluated beside the perplexity; what has no effect is not said."""
+    chosen = prepared.config.evaluation
+    settings: dict[str, Any] = {"prompt": chosen.prompt}
+    if chosen.prompt is not None:
+        settings["prompt_tokens"] = chosen.prompt_tokens
+    if chosen.tasks:
+        settings |= {"tasks": list(chosen.tasks), "task_limit": chosen.task_limit, "harness": version("lm_eval")}
+        settings["task_folder"] = prepared.task_folder
+    return settings
 
 
 def _calibration_part(prepared: Prepared) -> Part:

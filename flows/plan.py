@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from inspect import signature
 from typing import Any
 
+from rich.filesize import decimal
 from tasks.rates import Rates, device_memory, device_rates, seconds
 
 from flows.config import CompressConfig

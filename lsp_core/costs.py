@@ -23,7 +23,8 @@ from lsp_core.merging import merge_model, projected_logits
 from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.shapes import META, Cost, Shapes
-from lsp_core.training import Trainer, TrainingSettings, cache_teacher, frozen
+from lsp_core.teacher import cache_teacher
+from lsp_core.training import Trainer, TrainingSettings, frozen
 from lsp_core.units import Unit, weight_of
 
 TOKEN_BYTES = 4  # a token id in the store

@@ -24,7 +24,6 @@ from lsp_core.durable import digest_tensors
 from lsp_core.gram import NonFiniteError, evaluating
 from lsp_core.projector import Form, Projector, attached
 from lsp_core.readout import Readout
-from lsp_core.teacher import cache_teacher as cache_teacher
 from lsp_core.units import Unit
 
 Objective = Literal["kl", "task"]

@@ -213,5 +213,8 @@ def move_folder(source: Path, target: Path) -> None:
 
 
 def _written(info: Mapping[str, Any]) -> float:
-    times = [info[field] for field in ("mtime", "LastModified", "created") if info.get(field) is not None]
-    return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in times), default=time.time())
+    for field in ("mtime", "LastModified", "created"):
+        when = info.get(field)
+        if when is not None:
+            return float(when.timestamp() if hasattr(when, "timestamp") else when)
+    return time.time()

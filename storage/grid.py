@@ -81,6 +81,10 @@ class KLGrid:
         array[unit] = kl
         self._array("status")[unit] = status
 
+    def describes(self, units: Sequence[str], removed: npt.NDArray[np.int64]) -> bool:
+        """Returns whether this is the grid of these units and counts (unit, point)."""
+        return self._values("unit").tolist() == list(units) and np.array_equal(self._values("removed"), removed)
+
     def pending(self) -> list[int]:
         """Returns the numbers of the rows that are still to be measured, by the names of what is there; reads none."""
         status = self._array("status")

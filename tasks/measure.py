@@ -60,19 +60,21 @@ def _measure_rows(
 
 def _open(work: Work, units: Sequence[Unit], points: int) -> KLGrid:
     """Returns the grid that an earlier attempt left, or an empty one where there is none or it does not open."""
-    folder = work.scratch / "grid"
+    folder, names = work.scratch / "grid", [unit.name for unit in units]
     removed = np.stack([_row_counts(unit, points) for unit in units])
     if folder.exists():
         try:
             grid = KLGrid.open(str(folder))
-            grid.pending()
-            return grid
+            if grid.describes(names, removed):
+                return grid
+            problem = "it is another one"
         except (ValueError, KeyError, OSError) as error:  # as zarr says it
-            log.warning("%s: the grid of an earlier attempt does not open (%s): it starts again", work.label, error)
-            shutil.rmtree(folder)
+            problem = str(error)
+        log.warning("%s: the grid of an earlier attempt is damaged (%s): it starts again", work.label, problem)
+        shutil.rmtree(folder)
     partial = work.scratch / "grid.tmp"
     shutil.rmtree(partial, ignore_errors=True)
-    KLGrid.create(str(partial), [unit.name for unit in units], removed, [i / points for i in range(1, points)])
+    KLGrid.create(str(partial), names, removed, [i / points for i in range(1, points)])
     partial.rename(folder)
     return KLGrid.open(str(folder))
 

@@ -62,7 +62,8 @@ def find_text(
         path = path.expanduser()
         files = _text_files(path)
         names = {file.relative_to(path).as_posix() if file != path else file.suffix: digest(file) for file in files}
-        content: dict[str, object] = {"files": names}
+        has_fields = any(file.suffix not in PLAIN_SUFFIXES for file in files)
+        content: dict[str, object] = {"files": names, "field": field if has_fields else None}
     else:
         assert dataset is not None
         try:
@@ -71,9 +72,9 @@ def find_text(
             if not partly:
                 raise
             lacks = f"the commit of {dataset}, for which the hub is out of reach"
-        content = {"dataset": dataset, "config": config, "split": split, "revision": revision}
+        content = {"dataset": dataset, "config": config, "split": split, "revision": revision, "field": field}
     return TextOrigin(
-        digest=digest_bytes(canonical_json(content | {"field": field, "separator": separator}).encode()),
+        digest=digest_bytes(canonical_json(content | {"separator": separator}).encode()),
         lacks=lacks,
         path=None if path is None else str(path),
         dataset=dataset,

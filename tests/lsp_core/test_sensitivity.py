@@ -46,9 +46,9 @@ def test_streamed_equals_naive(prepare, oracles, family):
 
 
 def test_blocks_that_return_a_tuple_are_streamed_too(prepare, oracles):
-    """A Bloom block returns the hidden state and its attention weights, and its model unpacks them."""
+    """A Bloom block returns the hidden state and its attention weights; six, so that no bare tensor passes for it."""
     torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_head=4, n_layer=3, vocab_size=101, initializer_range=0.2))
+    model = BloomForCausalLM(BloomConfig(hidden_size=48, n_head=4, n_layer=6, vocab_size=101, initializer_range=0.2))
     model = model.double().eval()
     units = discover_units(model)
     bases = {u.name: torch.linalg.qr(torch.randn(u.dimension, u.dimension, dtype=torch.float64)).Q for u in units}
