@@ -63,7 +63,9 @@ class CalibrationConfig(Section):
     sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
     seed: int = Field(0, ge=0, description="Seed of the draw.")
     checkpoint_sequences: int = Field(
-        128, ge=1, description="Sequences between two checkpoints of a running gather or teacher; does not change the result."
+        128,
+        ge=1,
+        description="Sequences between two checkpoints of gather and of the dense outputs; no effect on the result.",
     )
 
 
@@ -109,7 +111,9 @@ class EvaluationConfig(Section):
     )
     prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
     tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
-    task_folder: Path | None = Field(None, description="Folder with local lm-eval task files.")
+    task_folder: Path | None = Field(
+        None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
+    )
     task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
     task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
 

@@ -167,7 +167,7 @@ def _awaited(inputs: Arguments) -> Iterator[str]:
         if isinstance(ref, Expected):
             yield ref.awaits
         elif isinstance(ref, Source) and ref.lacks is not None:
-            yield f"{ref.lacks} are there"
+            yield ref.lacks
 
 
 def _costed(step: Step, cost: Cost | None, rates: Rates | None, memory: int) -> Step:

@@ -31,7 +31,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "zarr", "numpy
 class Source(BaseModel):
     """Something outside the store that a stage reads; ``digest`` stands for its content.
 
-    ``lacks`` names what is not there of it: no stage can read it then, it can only be planned with.
+    ``lacks`` says what has to happen before a stage can read it; until then it can only be planned with.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

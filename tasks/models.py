@@ -116,7 +116,7 @@ def find_model(
         "code": _digest(code, digest),
         "dtype": resolved,
     }
-    lacks = None if weights else f"the weights of {name_or_path}"
+    lacks = None if weights else f"the weights of {name_or_path} are there"
     return ModelSource(
         name=name_or_path,
         folder=str(folder),
@@ -131,7 +131,7 @@ def find_model(
             folder=str(folder),
             digest=parts["tokenizer"],
             trust_remote_code=trust_remote_code,
-            lacks=None if tokenizer_files else f"the tokenizer of {name_or_path}",
+            lacks=None if tokenizer_files else f"the tokenizer of {name_or_path} is there",
         ),
     )
 

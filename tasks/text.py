@@ -71,7 +71,7 @@ def find_text(
         except ConnectionError:
             if not partly:
                 raise
-            lacks = f"the commit of {dataset}, for which the hub is out of reach"
+            lacks = f"the hub tells the commit of {dataset}"
         content = {"dataset": dataset, "config": config, "split": split, "revision": revision, "field": field}
     return TextOrigin(
         digest=digest_bytes(canonical_json(content | {"separator": separator}).encode()),
