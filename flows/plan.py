@@ -11,7 +11,6 @@ from inspect import signature
 from typing import Any
 
 from rich.filesize import decimal
-from tasks.rates import Rates, device_memory, device_rates, seconds
 
 from flows.config import CompressConfig
 from flows.estimates import Estimates
@@ -21,6 +20,7 @@ from storage.manifest import ArtifactRef
 from storage.store import Store
 from tasks.caching import Arguments, Source, Stage, references, split
 from tasks.places import open_store
+from tasks.rates import Rates, device_memory, device_rates, seconds
 from tasks.reasons import why
 
 GIB = 2**30
@@ -32,9 +32,9 @@ NOTES = (
 
 
 class Expected(ArtifactRef):
-    """The artifact of a stage that has not run; ``awaits`` is what has to be there before its key is known."""
+    """The artifact of a stage that has not run; ``awaits`` is what has to happen before its digest is known."""
 
-    awaits: str
+    awaits: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Planner:
         if key in self._refs:
             return self._refs[key]
         label = f"{stage.name} {label}".strip()
-        awaits = next(_awaited(inputs), None)
+        awaits = tuple(dict.fromkeys(_awaited(inputs)))
         found = None if awaits else self.store.find(stage.name, key)
         everything = {**arguments, **(hints or {})}
         self.estimates.note(stage, key, everything, found)
@@ -80,10 +80,12 @@ class Planner:
         else:
             cost = self.estimates.cost(stage, key, everything)
             if awaits:
-                step = Step(label=label, key=None, state="unknown", reason=f"unknown until {awaits}")
+                step = Step(label=label, key=None, state="unknown", reason=f"unknown until {', '.join(awaits)}")
             else:
                 step = Step(label=label, key=key, state="miss", reason=why(self.store, stage, inputs, settings))
-            ref = Expected(kind=stage.name, key=key, uri="", digest=key, num_bytes=cost.written_bytes, awaits=label)
+            ref = Expected(
+                kind=stage.name, key=key, uri="", digest=key, num_bytes=cost.written_bytes, awaits=awaits or (label,)
+            )
         self.costs.append((step, cost))
         self._refs[key] = ref
         return ref
@@ -100,7 +102,8 @@ def plan(config: CompressConfig, *, device_gib: float | None = None) -> dict[str
     build(planner, prepared)
     memory = device_memory(prepared.device) if device_gib is None else round(device_gib * GIB)
     due = any(cost is not None for _, cost in planner.costs)
-    rates = device_rates(prepared.device, prepared.model.torch_dtype) if due else None
+    width = prepared.skeleton.config.get_text_config().hidden_size
+    rates = device_rates(prepared.device, prepared.model.torch_dtype, width=width) if due else None
     steps = [_costed(step, cost, rates, memory) for step, cost in planner.costs]
     return {
         "model": config.model.name_or_path,
@@ -165,7 +168,7 @@ def rate_line(rates: dict[str, Any]) -> str:
 def _awaited(inputs: Arguments) -> Iterator[str]:
     for _, ref in references(inputs):
         if isinstance(ref, Expected):
-            yield ref.awaits
+            yield from ref.awaits
         elif isinstance(ref, Source) and ref.lacks is not None:
             yield ref.lacks
 

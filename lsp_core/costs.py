@@ -2,34 +2,38 @@
 
 FLOPs are formulas: 2 a multiply-add of every matrix product, the decompositions by LAPACK's leading terms, attention
 4 x context x width x blocks a token (not halved for causality); elementwise work, embeddings and rotary angles are not
-counted. Memory is found by ``dryrun``: the stage's own functions run on the meta device for one micro-batch, and what
-grows with the number of sequences is added.
+counted. Memory comes from ``peaks``, which runs the stages dry, and what grows with the number of
+sequences is added. ``micro_batch``, ``sequences`` and ``length`` are those of the tokens, ``precision_bytes`` of Grams
+and bases.
 """
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lsp_core.basis import Init, ordered_basis
-from lsp_core.divergence import TeacherStatistic
-from lsp_core.dryrun import peak_bytes
-from lsp_core.gram import evaluating, gather_grams
-from lsp_core.merging import merge_model, projected_logits
-from lsp_core.projector import attached
-from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
-from lsp_core.shapes import META, Cost, Shapes
-from lsp_core.teacher import cache_teacher
-from lsp_core.training import Trainer, TrainingSettings, frozen
-from lsp_core.units import Unit, weight_of
+from lsp_core.basis import Init
+from lsp_core.peaks import (
+    bases_peak,
+    gather_peak,
+    joint_peak,
+    measure_peak,
+    merging_peak,
+    perplexity_peak,
+    projecting_peak,
+    teacher_peak,
+    training_peak,
+)
+from lsp_core.sensitivity import counts_to_measure, removal_counts
+from lsp_core.shapes import Cost, Shapes
+from lsp_core.units import Unit
 
 TOKEN_BYTES = 4  # a token id in the store
 PROBE = 8  # tokens of the two passes that check the head
 MERGE_PROBE = 16  # tokens of the two passes that check a merge
+TEACHER_PART = 128  # sequences that the teacher's statistic is put together from
 EIGH = 9  # D^3 of a symmetric eigendecomposition: 4/3 to a tridiagonal matrix, 2 back, the rest between
 
 
@@ -50,8 +54,7 @@ def gather_cost(
     tokens = sequences * length
     grams = sum(2.0 * u.dimension**2 * (len(u.members) if u.side == "output" else 1) for u in units)
     batch = _tokens(min(micro_batch, sequences), length)
-    precision = _precision(precision_bytes)
-    working = peak_bytes(lambda: gather_grams(shapes.model, units, batch, micro_batch=micro_batch, precision=precision))
+    working = gather_peak(shapes, units, batch, _precision(precision_bytes))
     return Cost(
         flops=tokens * shapes.forward(length),
         flops64=tokens * grams,
@@ -73,13 +76,7 @@ def bases_cost(shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, i
         if unit.side == "input" and init == "whitened":
             products += 2.0 * unit.dimension * unit.parameters + 6 * cube
             solvers += (1 / 3 + 8 / 3) * cube
-    precision, model = _precision(precision_bytes), shapes.model
-
-    def one(unit: Unit) -> None:
-        gram = torch.empty(unit.dimension, unit.dimension, dtype=precision, device=META)
-        ordered_basis(unit, gram, [weight_of(model.get_submodule(m)).detach() for m in unit.members], init=init)
-
-    working = max((peak_bytes(lambda u=unit: one(u)) for unit in _distinct(units)), default=0)
+    working = bases_peak(shapes, units, _precision(precision_bytes), init)
     kept = _basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
     return Cost(
         flops64=products,
@@ -112,21 +109,15 @@ def measure_cost(
     flops += sum(len(counts[u.name]) * shapes.forward(length, u.block) for u in units)
     heads = shapes.statistic() + candidates * shapes.logits()
     probe = _probe(shapes)
-    model, batch = shapes.model, _tokens(min(micro_batch, sequences), length)
-
-    def some() -> None:
-        bases = _empty_bases(units, precision_bytes)
-        sensitivity = Sensitivity(model, units, bases, batch, micro_batch=micro_batch)
-        for unit in _distinct(units):
-            sensitivity.measure(unit.name, max(1, unit.dimension // 2))
-
+    batch = _tokens(min(micro_batch, sequences), length)
+    working = measure_peak(shapes, units, batch, _precision(precision_bytes))
     kept = (sequences - len(batch)) * length * _streamed_bytes(shapes)
     return Cost(
         flops=tokens * flops + probe.flops,
         head_flops=tokens * heads + probe.head_flops,
         flops64=sum(_projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=tokens * (1 + candidates) * float(shapes.vocabulary),
-        peak_bytes=shapes.weight_bytes + peak_bytes(some) + kept,
+        peak_bytes=shapes.weight_bytes + working + kept,
         read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
     )
@@ -144,10 +135,11 @@ def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: in
     if not shapes.linear_head:
         return Cost(peak_bytes=shapes.weight_bytes, read_bytes=shapes.stored_bytes)
     batch = _tokens(min(micro_batch, sequences), length)
-    working = peak_bytes(lambda: cache_teacher(shapes.model, batch, micro_batch=micro_batch))
+    working = teacher_peak(shapes, batch)
     whole = tokens * shapes.statistic_bytes
-    if shapes.on_host:  # the parts are kept on the CPU, and joined at the end
-        working = max(working + whole - batch.numel() * shapes.statistic_bytes, 2 * whole) + 8 * tokens
+    if shapes.on_host:  # parts are kept on the CPU and joined at the end, beside the pieces of the last
+        last = min(sequences, TEACHER_PART) * length * shapes.statistic_bytes
+        working = max(working + whole - batch.numel() * shapes.statistic_bytes, 2 * whole + last) + 8 * tokens
     return Cost(
         flops=tokens * shapes.forward(length) + probe.flops,
         head_flops=tokens * shapes.statistic() + probe.head_flops,
@@ -180,83 +172,67 @@ def train_cost(
     Frozen weights take the gradient of their input alone, factors their own as well; attention's backward pass makes
     the scores again. An upper bound: an early stop saves the epochs after it. ``teacher_kept``: the dense outputs come
     from the store, else a dense pass is added. Checkpoints are not among the bytes written.
+    Errors: ``ValueError`` if nothing is removed.
     """
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
-    rank = {u.name: u.dimension - removed[u.name] for u in active}
-    step_rank = {
-        u.name: rank[u.name] + removed[u.name] * (1 - (1 - dropout) ** len(u.members)) for u in active
-    }  # the directions that some member's mask keeps widen the factors
+    if not active:
+        raise ValueError("no unit loses a direction: there is nothing to train")
+    tokens, checked = sequences * length, validation_sequences * length * (epochs + 1)
     steps_per_epoch = math.ceil(sequences / batch_sequences)
     steps = epochs * steps_per_epoch
     modulated = min(steps, max(0, math.ceil(modulation_epochs * steps_per_epoch) - 1))
+    whole, rest = divmod(modulated, steps_per_epoch)
+    first_form = length * (whole * sequences + rest * batch_sequences)  # tokens of the activation form
+    second_form = epochs * tokens - first_form
 
-    def tokens_of(count: int) -> float:
-        whole, rest = divmod(count, steps_per_epoch)
-        return length * (whole * sequences + min(rest * batch_sequences, sequences))
-
-    factored, first = tokens_of(steps) - tokens_of(modulated), active[0]
-    dense = shapes.forward(length)
-    back = (shapes.forward(length, first.block)) + 1.5 * shapes.attend(length) * (len(shapes.blocks) - first.block)
-    forms = {  # products that a unit takes a token, in place of its dense ones
-        "activation": {
-            u.name: removed[u.name] * u.dimension * (len(u.members) * (2 if u.side == "output" else 1))
-            + (removed[u.name] * u.dimension if u.side == "input" else 0)
-            for u in active
-        },
-        "factor": {u.name: _factor_products(u, step_rank[u.name]) for u in active},
-        "validation": {u.name: _factor_products(u, rank[u.name]) for u in active},
-    }
-    replaced = 2.0 * sum(unit.parameters for unit in active)
-    modulation, factors, validation = (2.0 * sum(form.values()) for form in forms.values())
-    flops = tokens_of(modulated) * (dense + modulation + back + 2 * modulation)
-    flops += factored * (dense - replaced + factors + back - replaced + 2 * factors)
-    flops += factored * -2.0 * step_rank[first.name] * _unread_inputs(first)
-    flops += (
-        tokens_of(modulated)
-        * -2.0
-        * (removed[first.name] * first.dimension if first.side == "input" else first.parameters)
-    )
-    tokens, checks = sequences * length, validation_sequences * length * (epochs + 1)
-    flops += checks * (dense - replaced + validation)
+    rank = {u.name: u.dimension - removed[u.name] for u in active}
+    # a direction that some member's mask keeps widens the factors of all
+    wider = {u.name: rank[u.name] + removed[u.name] * (1 - (1 - dropout) ** len(u.members)) for u in active}
+    gradient = first_form * _activation_form(shapes, active, removed, length)
+    gradient += second_form * _factor_form(shapes, active, wider, length)
+    orthogonality = steps * sum(6.0 * u.dimension * removed[u.name] ** 2 for u in active)
+    making = sum(4.0 * (steps - modulated) * wider[u.name] * u.parameters for u in active)  # W E, and back to E
+    making += sum(2.0 * (epochs + 1) * rank[u.name] * u.parameters for u in active)
+    compressed = shapes.forward(length) + 2.0 * sum(_factor_products(u, rank[u.name]) - u.parameters for u in active)
+    probe = _probe(shapes)
+    flops = gradient + checked * compressed + orthogonality + making + probe.flops
     targets = epochs * sequences * (length - (objective == "task"))
-    heads = targets * 2 * shapes.logits() + checks / length * (length - 1) * shapes.logits()
-    softmaxes = targets + checks / length * (length - 1)
+    predicted = checked - validation_sequences * (epochs + 1)
+    heads = targets * 2 * shapes.logits() + predicted * shapes.logits() + probe.head_flops
+    softmaxes = targets + predicted
     if objective == "kl" and not teacher_kept:
-        flops += epochs * tokens * dense
+        flops += epochs * tokens * shapes.forward(length)
         heads += epochs * tokens * shapes.statistic()
         softmaxes += epochs * tokens
-    for u in active:
-        k, r = removed[u.name], rank[u.name]
-        flops += steps * 6.0 * u.dimension * k**2  # the orthogonality penalty
-        flops += (steps - modulated) * 4.0 * step_rank[u.name] * u.parameters + (epochs + 1) * 2.0 * r * u.parameters
     products, solvers = _orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
-    probe = _probe(shapes)
-    peak = _training_peak(
+
+    micro_batch = min(micro_batch, batch_sequences, sequences)
+    working = training_peak(
         shapes,
         units,
         removed,
-        length=length,
-        micro_batch=min(micro_batch, sequences),
-        batch=min(batch_sequences, sequences),
+        _tokens(min(2 * micro_batch, batch_sequences, sequences), length),
+        micro_batch=micro_batch,
         modulated=modulated > 0,
         precision=_precision(precision_bytes),
         objective=objective,
         dropout=dropout,
         teacher_kept=teacher_kept,
     )
-    statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept else 0
-    vectors = _vector_bytes(shapes, units, removed)
-    bases = _basis_bytes(units, precision_bytes)
+    statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept and shapes.linear_head else 0
+    vectors, bases = _vector_bytes(shapes, active, removed), _basis_bytes(units, precision_bytes)
+    ids = tokens + validation_sequences * length
     if shapes.on_host:
-        peak += bases + statistic + 2 * vectors + 8 * (tokens + validation_sequences * length)
+        working += bases + statistic + 2 * vectors + 8 * ids  # the best V, and the one that takes its place
     return Cost(
-        flops=flops + probe.flops,
-        head_flops=heads + probe.head_flops,
+        flops=flops,
+        gradient_flops=gradient,
+        head_flops=heads,
         flops64=products,
         solver_flops=solvers,
-        logits=softmaxes * shapes.vocabulary,
-        peak_bytes=peak,
-        read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * (tokens + validation_sequences * length),
+        logits=float(softmaxes) * shapes.vocabulary,
+        peak_bytes=shapes.weight_bytes + working,
+        read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * ids,
         written_bytes=vectors,
     )
 
@@ -271,12 +247,8 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
     saved = sum(unit.saved(removed.get(unit.name, 0)) for unit in units)
     peak = 0
     if shapes.on_host:
-        projected = peak_bytes(
-            lambda: projected_logits(
-                shapes.model, units, _vectors(shapes, units, removed), _tokens(1, MERGE_PROBE).to(META)
-            )
-        )
-        working = max(projected - vectors, _merging_peak(shapes, units, removed))
+        projected = projecting_peak(shapes, units, removed, _tokens(1, MERGE_PROBE))
+        working = max(projected, merging_peak(shapes, units, removed))
         peak = shapes.weight_bytes + _basis_bytes(units, precision_bytes) + vectors + working
     products, solvers = _merge_flops(units, removed)
     return Cost(
@@ -313,8 +285,8 @@ def evaluate_cost(
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
     change = sum(_factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
     saved = sum(unit.saved(removed[unit.name]) for unit in active) * shapes.dtype.itemsize
-    model, batch = shapes.model, _tokens(min(micro_batch, sequences), length)
-    peak = shapes.weight_bytes - saved + peak_bytes(lambda: _logits_and_losses(shapes, batch))
+    batch = _tokens(min(micro_batch, sequences), length)
+    peak = shapes.weight_bytes - saved + perplexity_peak(shapes, batch)
     flops, heads, logits = tokens * (shapes.forward(length) + 2.0 * change), tokens * shapes.logits(), float(tokens)
     products = solvers = 0.0
     read = shapes.stored_bytes + TOKEN_BYTES * tokens
@@ -325,7 +297,7 @@ def evaluate_cost(
         read += kept
         products, solvers = _merge_flops(units, removed)
         host = kept if shapes.on_host else 0
-        peak = max(peak, shapes.weight_bytes + host + _merging_peak(shapes, units, removed))
+        peak = max(peak, shapes.weight_bytes + host + merging_peak(shapes, units, removed))
     if kl_sequences:
         length = kl_length or length
         tokens, batch = kl_sequences * length, _tokens(min(micro_batch, kl_sequences), length)
@@ -334,13 +306,9 @@ def evaluate_cost(
         products += sum(_projection_flops(unit, removed[unit.name]) for unit in active)
         logits += 2.0 * tokens
         read += TOKEN_BYTES * tokens
-
-        def joint() -> None:
-            bases = _empty_bases(units, precision_bytes)
-            Sensitivity(model, units, bases, batch, micro_batch=micro_batch).joint(removed)
-
+        working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
         kept = (kl_sequences - len(batch)) * length * _streamed_bytes(shapes)
-        peak = max(peak, shapes.weight_bytes + peak_bytes(joint) + kept)
+        peak = max(peak, shapes.weight_bytes + working + kept)
     return Cost(
         flops=flops,
         head_flops=heads,
@@ -351,77 +319,6 @@ def evaluate_cost(
         read_bytes=read,
         written_bytes=1024,
     )
-
-
-@torch.inference_mode()
-def _logits_and_losses(shapes: Shapes, batch: Tensor) -> None:
-    """What the perplexity of a batch of windows takes: logits, their cross-entropy in float32, the check for NaN."""
-    logits = shapes.model(input_ids=batch.to(META), use_cache=False).logits[:, :-1]
-    labels = torch.empty(len(batch) * (batch.shape[1] - 1), dtype=torch.long, device=META)
-    F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
-    torch.isfinite(logits)
-
-
-def _training_peak(
-    shapes: Shapes,
-    units: Sequence[Unit],
-    removed: Mapping[str, int],
-    *,
-    length: int,
-    micro_batch: int,
-    batch: int,
-    modulated: bool,
-    precision: torch.dtype,
-    objective: Literal["kl", "task"],
-    dropout: float,
-    teacher_kept: bool,
-) -> int:
-    """Weights and the working tensors of a step in each form; two micro-batches, as gradients wait for the second."""
-    model = shapes.model
-    bases = {u.name: torch.empty(u.dimension, u.dimension, dtype=precision, device=META) for u in units}
-    tokens = _tokens(min(batch, 2 * micro_batch), length)
-    teacher = None
-    if objective == "kl" and teacher_kept and shapes.linear_head:
-        wide = torch.promote_types(shapes.dtype, torch.float32)
-        m = torch.empty(*tokens.shape, shapes.hidden, dtype=wide, device=META)
-        teacher = TeacherStatistic(m=m, c=m[..., 0], entropy=m[..., 0])
-    settings = TrainingSettings(
-        learning_rate=1e-3,
-        objective=objective,
-        epochs=2,
-        batch_sequences=len(tokens),
-        micro_batch=micro_batch,
-        modulation_epochs=2.0 if modulated else 0.0,
-        dropout=dropout,
-    )
-
-    def steps() -> None:
-        with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
-            trainer = Trainer(model, projectors, tokens, tokens, settings, teacher, None)
-            for step in range(2):
-                trainer.accumulate(step)
-                trainer.update()
-
-    started = (
-        0
-        if shapes.on_host
-        else sum(
-            u.dimension * (u.dimension - removed.get(u.name, 0)) * precision.itemsize
-            for u in units
-            if removed.get(u.name)
-        )
-    )  # the kept directions move to the device; on the CPU they are views of the bases
-    return shapes.weight_bytes + started + peak_bytes(steps)
-
-
-def _merging_peak(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]) -> int:
-    """Working tensors of the most demanding unit's merge."""
-    peak = 0
-    for unit in _distinct(unit for unit in units if removed.get(unit.name, 0) > 0):
-        model = copy.deepcopy(shapes.model)
-        vectors = _vectors(shapes, [unit], removed)
-        peak = max(peak, peak_bytes(lambda m=model, u=unit, v=vectors: merge_model(m, [u], v)))
-    return peak
 
 
 def _probe(shapes: Shapes) -> Cost:
@@ -436,9 +333,30 @@ def _factor_products(unit: Unit, rank: float) -> float:
     return rank * (applied * unit.dimension + sum(unit.others))
 
 
-def _unread_inputs(unit: Unit) -> int:
-    """Input widths of the first projected layers, whose input needs no gradient."""
-    return unit.dimension if unit.side == "input" else sum(unit.others)
+def _backward(shapes: Shapes, length: int, first: int) -> float:
+    """FLOPs a token of the dense backward pass down to block ``first``: 2.5 times the forward pass in attention."""
+    return shapes.forward(length, first) + 1.5 * shapes.attend(length) * (len(shapes.blocks) - first)
+
+
+def _activation_form(shapes: Shapes, active: Sequence[Unit], removed: Mapping[str, int], length: int) -> float:
+    """FLOPs a token, forward and backward, of the dense layers and the way through U."""
+    extra = 0.0
+    for unit in active:  # an input tie goes down to U once and up for each member, an output tie both for each
+        passes = 1 + len(unit.members) if unit.side == "input" else 2 * len(unit.members)
+        extra += 2.0 * removed[unit.name] * unit.dimension * passes
+    first = active[0]
+    unread = removed[first.name] * first.dimension if first.side == "input" else first.parameters
+    return shapes.forward(length) + _backward(shapes, length, first.block) + 3 * extra - 2.0 * unread
+
+
+def _factor_form(shapes: Shapes, active: Sequence[Unit], rank: Mapping[str, float], length: int) -> float:
+    """FLOPs a token, forward and backward, with the factors in place of the layers."""
+    dense = 2.0 * sum(unit.parameters for unit in active)
+    factors = 2.0 * sum(_factor_products(unit, rank[unit.name]) for unit in active)
+    first = active[0]
+    unread = rank[first.name] * (first.dimension if first.side == "input" else sum(first.others))
+    backward = _backward(shapes, length, first.block)
+    return shapes.forward(length) + backward + 3 * factors - 2 * dense - 2.0 * unread
 
 
 def _projection_flops(unit: Unit, count: int) -> float:
@@ -472,11 +390,6 @@ def _merge_flops(units: Sequence[Unit], removed: Mapping[str, int]) -> tuple[flo
     return products, solvers
 
 
-def _distinct(units: Iterable[Unit]) -> list[Unit]:
-    """Returns one unit of each shape."""
-    return list({(u.side, u.dimension, u.others): u for u in reversed(list(units))}.values())[::-1]
-
-
 def _basis_bytes(units: Iterable[Unit], precision_bytes: int) -> int:
     return sum(unit.dimension**2 for unit in units) * precision_bytes
 
@@ -488,17 +401,6 @@ def _vector_bytes(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, i
 def _streamed_bytes(shapes: Shapes) -> int:
     """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token."""
     return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + 8
-
-
-def _vectors(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, int]) -> dict[str, Tensor]:
-    wide = torch.promote_types(shapes.dtype, torch.float32)
-    chosen = {unit: removed.get(unit.name, 0) for unit in units}
-    return {u.name: torch.empty(u.dimension, k, dtype=wide, device=META) for u, k in chosen.items() if k > 0}
-
-
-def _empty_bases(units: Iterable[Unit], precision_bytes: int) -> dict[str, Tensor]:
-    dtype = _precision(precision_bytes)
-    return {unit.name: torch.empty(unit.dimension, unit.dimension, dtype=dtype, device=META) for unit in units}
 
 
 def _tokens(sequences: int, length: int) -> Tensor:  # (B, T)

@@ -17,7 +17,7 @@ META = torch.device("meta")
 class Cost:
     """What one stage takes.
 
-    ``flops``: in the model's dtype; ``head_flops``: those of the vocabulary's distributions, in float32 at least;
+    ``flops``: in the model's dtype; ``gradient_flops``: those of them in steps with a backward pass; ``head_flops``: those of the vocabulary's distributions, in float32 at least;
     ``flops64``: matrix products in the precision of Grams and bases; ``solver_flops``: decompositions in it.
     ``logits``: numbers that pass through a softmax. ``peak_bytes``: device memory at the peak, weights and tensors;
     on a CPU the tensors of the process, without the interpreter's own base. ``read_bytes``, ``written_bytes``: from and
@@ -25,6 +25,7 @@ class Cost:
     """
 
     flops: float = 0.0
+    gradient_flops: float = 0.0
     head_flops: float = 0.0
     flops64: float = 0.0
     solver_flops: float = 0.0
@@ -78,7 +79,7 @@ class Shapes:
         return 2.0 * self.head_parameters
 
     def statistic(self) -> float:
-        """FLOPs of a teacher's statistic, or of a divergence and its gradient, a token: W h, and WT q."""
+        """FLOPs of a teacher's statistic a token: W h, and WT q where the head is linear."""
         return self.logits() * (2 if self.linear_head else 1)
 
 

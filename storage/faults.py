@@ -15,7 +15,14 @@ T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LASTING_ERRNO = (*FULL, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP)
 LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-PASSING_REMOTE = {"HTTPClientError", "ConnectionError", "ClientConnectionError", "ClientPayloadError", "HttpError"}
+PASSING_REMOTE = {
+    "HTTPClientError",
+    "ConnectionError",
+    "IncompleteReadError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "HttpError",
+}
 REMOTE_PACKAGES = ("botocore", "aiohttp", "gcsfs")
 
 
@@ -35,15 +42,15 @@ class StoreFull(StoreError):  # noqa: N818  (a state of the store)
 class Patience:
     """How often a failing operation is tried, and the seconds before the second try; each later wait is doubled."""
 
-    attempts: int = 6
-    first_wait: float = 0.5
+    attempts: int = 5
+    first_wait: float = 1.0
     longest_wait: float = 20.0
 
 
 def may_pass(error: BaseException) -> bool:
     """Returns whether the same operation may succeed a little later."""
     if isinstance(error, OSError):
-        return not isinstance(error, LASTING) and error.errno not in LASTING_ERRNO
+        return not isinstance(error, LASTING) and error.errno not in LASTING_ERRNO and not is_full(error)
     return any(
         kind.__name__ in PASSING_REMOTE and kind.__module__.split(".")[0] in REMOTE_PACKAGES
         for kind in type(error).__mro__
@@ -52,15 +59,16 @@ def may_pass(error: BaseException) -> bool:
 
 def is_full(error: BaseException) -> bool:
     """Returns whether ``error`` says that there is no room left, also where a library has wrapped it."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
-    return f"os error {errno.ENOSPC})" in str(error)
+    return any(f"os error {number})" in str(error) or f"[Errno {number}]" in str(error) for number in FULL)
 
 
-def persist(operation: Callable[[], T], what: str, store: str, patience: Patience) -> T:
+def persist(operation: Callable[[], T], what: str, store: str, patience: Patience, *, disk: str | None = None) -> T:
     """Returns what ``operation`` returns, tried again while its failure may pass.
 
-    Errors: ``StoreUnavailable`` after the last try, ``StoreFull``; any other error of ``operation`` as it is.
+    ``disk``: the place that has no room where the error says so, if it is not the store. Errors: ``StoreUnavailable``
+    after the last try, ``StoreFull``; any other error of ``operation`` as it is.
     """
 
     def say(state: RetryCallState) -> None:
@@ -82,7 +90,7 @@ def persist(operation: Callable[[], T], what: str, store: str, patience: Patienc
         return attempts(operation)
     except Exception as error:
         if is_full(error):
-            raise full(store, what) from error
+            raise full(disk or store, what) from error
         if may_pass(error):
             raise StoreUnavailable(
                 f"store {store!r}: {what} failed {patience.attempts} times ({first_line(error)}): what is finished is "
@@ -91,14 +99,16 @@ def persist(operation: Callable[[], T], what: str, store: str, patience: Patienc
         raise
 
 
-def full(store: str, what: str) -> StoreFull:
+def full(place: str, what: str) -> StoreFull:
+    """Returns the error for a store, or a folder of this machine, that has no room for ``what``."""
     return StoreFull(
-        f"store {store!r} is full: {what} found no room: free some (`python -m flows store gc` tells what can go) or "
-        "name another store; what is finished is kept"
+        f"{place!r} is full: {what} found no room: free some (`python -m flows store gc` tells what of a store can "
+        "go), or name another store; XDG_CACHE_HOME moves what this machine keeps of a remote one; what is finished is "
+        "kept"
     )
 
 
 def first_line(error: BaseException | None) -> str:
     """Returns the first line of an error's message, without credentials that a URL in it may carry."""
     text = str(error).strip() or type(error).__name__
-    return re.sub(r"//[^/@\s]*@", "//***@", text.splitlines()[0])
+    return re.sub(r"//\S*@", "//***@", text.splitlines()[0])  # AWS's secrets may hold slashes

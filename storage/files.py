@@ -2,12 +2,11 @@
 
 import errno
 import os
-import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +19,12 @@ from storage.places import check_uri
 
 T = TypeVar("T")
 
+# Left to itself, s3fs waits on botocore's own retries: 66 s for a dead endpoint, half an hour for one that hangs.
+S3_LIMITS = {"connect_timeout": 5, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
+S3_TRIES = 2  # of one request: a part of an upload that was cut does not cost the whole file
 
-class LeadsElsewhere(StoreError):  # noqa: N818  (a state of the store)
+
+class LeadsElsewhere(ValueError):  # noqa: N818  (a state of the store)
     """A name in the store that is a link out of its place."""
 
 
@@ -29,7 +32,8 @@ class Files:
     """The files below ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
 
     ``options`` go to the file system. Names are relative, with slashes. Errors: ``StoreError`` if the place is to be
-    ``writable`` and cannot be written to and read; from every operation what ``persist`` raises.
+    ``writable`` and cannot be written to and read; from every operation ``StoreError``, or ``LeadsElsewhere`` where a
+    link on a local store leads out of it.
     """
 
     def __init__(self, uri: str, options: Mapping[str, Any] | None, patience: Patience, *, writable: bool) -> None:
@@ -37,10 +41,12 @@ class Files:
         self._patience = patience
         fresh = {"use_listings_cache": False} if "://" in uri else {}  # other processes write here too
         try:
-            self.fs, root = fsspec.core.url_to_fs(uri, **{**fresh, **(options or {})})
+            self.fs, root = fsspec.core.url_to_fs(uri, **{**fresh, **limits(uri), **(options or {})})
         except (ValueError, ImportError) as error:
             raise StoreError(f"store {uri!r} is no folder or URI that fsspec knows: {error}") from None
         self._root: str = root.rstrip("/")
+        if _is_s3(uri):
+            self.fs.retries = S3_TRIES
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.uri: str = self._root if self.is_local else uri.rstrip("/")  # absolute: the working folder may change
         if writable:
@@ -51,12 +57,15 @@ class Files:
 
         def use() -> None:
             self.fs.makedirs(self._root, exist_ok=True)
-            self.fs.pipe_file(self._at(probe), b"probe")
-            self.fs.cat_file(self._at(probe))
-            self.fs.rm_file(self._at(probe))
+            try:
+                self.fs.pipe_file(self._at(probe), b"probe")
+                self.fs.cat_file(self._at(probe))
+            finally:
+                with suppress(FileNotFoundError):
+                    self.fs.rm_file(self._at(probe))
 
         try:
-            self._persist(use, "writing and reading a probe")
+            persist(use, "writing and reading a probe", self.uri, self._patience)
         except StoreError:
             raise
         except Exception as error:  # whatever a file system raises for a place that it cannot use
@@ -77,6 +86,14 @@ class Files:
             raise LeadsElsewhere(f"store {self.uri!r}: {name} is a link that leads elsewhere ({real}): remove it")
         return path
 
+    def entry(self, name: str) -> Path:
+        """Returns where a name of a local store is, be it a link: to be replaced or deleted, not to be followed.
+
+        Errors: ``LeadsElsewhere`` where a link above it leads out of the store.
+        """
+        folder, _, last = check_relative(name).rpartition("/")
+        return (self.path(folder) if folder else Path(self._root)) / last
+
     def uri_of(self, name: str) -> str:
         """Returns the fsspec URI of a file or folder."""
         uri: str = self.fs.unstrip_protocol(self._at(name))
@@ -90,38 +107,46 @@ class Files:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file such that nobody ever reads a part of it."""
-        self.staged(name, data)()
+        with self.staged(name, data):
+            pass
 
-    def staged(self, name: str, data: bytes) -> Callable[[], None]:
-        """Makes room for a file and returns what makes it appear: on a local store a rename, which needs no room."""
+    @contextmanager
+    def staged(self, name: str, data: bytes) -> Iterator[None]:
+        """Makes a file appear, whole, when the block ends without an error.
+
+        On a local store the room for it is taken before the block: what is left is a rename.
+        """
         if not self.is_local:
-            return lambda: self._persist(lambda: self.fs.pipe_file(self._at(name), data), f"writing {name}")
-        target = self.path(name)
+            yield
+            self._persist(lambda: self.fs.pipe_file(self._at(name), data), f"writing {name}")
+            return
+        target = self.entry(name)
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
 
         def fill() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
 
-        def appear() -> None:
+        try:
+            self._persist(fill, f"writing {name}")
+            yield
             temporary.replace(target)
-            sync_folder(target.parent)
-
-        self._persist(fill, f"writing {name}")
-        return appear
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
 
     def infos(self, name: str) -> dict[str, tuple[int, float]]:
         """Returns size in bytes and time of writing, in seconds since 1970, of every file below ``name``.
 
-        By the name relative to it, which is empty for a file itself. A time that the file system does not tell is now.
+        By the name relative to it, which is empty for a file itself; links are not followed. A time that the file
+        system does not tell is now.
         """
+        if self.is_local:
+            return self._persist(lambda: _local_infos(self.path(name)), f"listing {name}")
         found = self._persist(lambda: self.fs.find(self._at(name), detail=True), f"listing {name}")
         start = self._at(name)
         return {
@@ -138,39 +163,60 @@ class Files:
         """Returns the names of the files and folders right in ``folder``, sorted; none if it is absent."""
 
         def listed() -> list[str]:
+            if self.is_local:
+                path = self.path(folder)
+                return os.listdir(path) if path.is_dir() else []  # noqa: PTH208  (names, not paths)
             try:
-                return sorted(
-                    path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self._at(folder), detail=False)
-                )
+                return [path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self._at(folder), detail=False)]
             except FileNotFoundError:
                 return []
 
-        return self._persist(listed, f"listing {folder}")
+        names = self._persist(listed, f"listing {folder}")
+        return sorted(name for name in names if name not in ("", ".", ".."))  # objects may have any name
 
     def remove(self, name: str) -> None:
         """Deletes a file or a folder with all that is in it; nothing if it is absent."""
-        if self.is_local and not Path(self._at(name)).is_dir():
-            Path(self._at(name)).unlink(missing_ok=True)
-        elif self.is_local:
-            move_aside(self.path(name))
+        if self.is_local:
+            entry = self.entry(name)
+            if entry.is_dir() and not entry.is_symlink():
+                move_aside(entry)
+            else:
+                entry.unlink(missing_ok=True)
         else:
             with suppress(FileNotFoundError):
                 self._persist(lambda: self.fs.rm(self._at(name), recursive=True), f"deleting {name}")
 
-    def upload(self, file: Path, name: str) -> None:
+    def upload(self, file: Path, name: str, patience: Patience | None = None) -> None:
         """Copies a file of this machine into a store elsewhere."""
-        self._persist(lambda: self.fs.put_file(str(file), self._at(name)), f"uploading {name}")
+        self._persist(lambda: self.fs.put_file(str(file), self._at(name)), f"uploading {name}", patience)
 
     def download(self, name: str, file: Path) -> None:
         """Copies a file of a store elsewhere to this machine. Errors: ``FileNotFoundError``."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._persist(lambda: self.fs.get_file(self._at(name), str(file)), f"downloading {name}")
+
+        def fetch() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.fs.get_file(self._at(name), str(file))
+
+        self._persist(fetch, f"downloading {name}", disk=str(file.parent))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{check_relative(name)}"
 
-    def _persist(self, operation: Callable[[], T], what: str) -> T:
-        return persist(operation, what, self.uri, self._patience)
+    def _persist(
+        self, operation: Callable[[], T], what: str, patience: Patience | None = None, disk: str | None = None
+    ) -> T:
+        try:
+            return persist(operation, what, self.uri, patience or self._patience, disk=disk)
+        except (FileNotFoundError, ValueError):  # a StoreError is one
+            raise
+        except Exception as error:  # whatever a file system raises where it is refused
+            problem = f"store {self.uri!r}: {what} failed ({first_line(error)})"
+            raise StoreError(f"{problem}: fix its permissions or the credentials, or name another") from error
+
+
+def limits(uri: str) -> dict[str, Any]:
+    """Returns the options that bound how long the file system of ``uri`` waits for an answer."""
+    return {"config_kwargs": S3_LIMITS} if _is_s3(uri) else {}
 
 
 def sync_folder(folder: Path) -> None:
@@ -187,7 +233,7 @@ def renamed(source: Path, target: Path) -> bool:
     try:
         source.rename(target)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         return False
     return True
@@ -199,17 +245,25 @@ def move_aside(folder: Path) -> None:
         folder.rename(Path(aside) / folder.name)
 
 
-def move_folder(source: Path, target: Path) -> None:
-    """Moves a folder, also to another disk, where ``target`` appears as a whole."""
-    try:
-        source.rename(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
-        shutil.copytree(source, partial)
-        partial.rename(target)
-        shutil.rmtree(source)
+def _is_s3(uri: str) -> bool:
+    return uri.startswith(("s3://", "s3a://"))
+
+
+def _local_infos(path: Path) -> dict[str, tuple[int, float]]:
+    def stop(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # deleted meanwhile, or never there
+            raise error
+
+    if path.is_file():
+        files = [path]
+    else:
+        files = [Path(parent, name) for parent, _, names in os.walk(path, onerror=stop) for name in names]
+    found = {}
+    for file in files:
+        with suppress(FileNotFoundError):
+            facts = file.lstat()
+            found["" if file == path else file.relative_to(path).as_posix()] = (facts.st_size, facts.st_mtime)
+    return found
 
 
 def _written(info: Mapping[str, Any]) -> float:

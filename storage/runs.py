@@ -3,7 +3,7 @@
 import logging
 from datetime import UTC, datetime
 
-from storage.faults import StoreFull, StoreUnavailable
+from storage.faults import StoreError
 from storage.manifest import Name, Record
 from storage.store import Store
 
@@ -44,7 +44,9 @@ def read_runs(store: Store) -> list[RunRecord]:
             continue
         try:
             runs.append(RunRecord.model_validate_json(store.files.read(f"run/{name}")))
-        except (StoreUnavailable, StoreFull):
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except StoreError:
             raise
         except ValueError as error:
             log.warning("run/%s is damaged: %s", name, str(error).splitlines()[0])

@@ -11,6 +11,7 @@ Publishing is atomic for readers: the payload's files first, then the manifest.
 
 import logging
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -20,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from storage.digest import digest_bytes, digest_file, digest_folder
-from storage.faults import Patience, StoreError, StoreFull, StoreUnavailable, first_line
-from storage.files import Files, LeadsElsewhere, move_aside, move_folder, renamed, sync_folder
+from storage.faults import Patience, StoreError, first_line, full, is_full
+from storage.files import Files, LeadsElsewhere, move_aside, renamed, sync_folder
 from storage.manifest import ArtifactRef, FileFacts, Lineage, Manifest
 from storage.places import cache_folder
 from storage.work import WorkFolder
 
 log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # what a kind or a key may be
 
 
 class ArtifactMissing(StoreError):  # noqa: N818  (a state of the store)
@@ -63,7 +66,7 @@ class Store:
             manifest = Manifest.from_json(self.files.read(_manifest_name(kind, key)), kind, key)
         except FileNotFoundError:
             return None
-        except (StoreUnavailable, StoreFull):
+        except StoreError:
             raise
         except ValueError as error:
             log.warning("%s %s: its manifest is damaged (%s); it is computed again", kind, key[:12], first_line(error))
@@ -100,13 +103,12 @@ class Store:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             lineage=lineage,
         )
-        appear = self.files.staged(_manifest_name(kind, key), manifest.to_json())
-        if self.files.is_local:
-            self._move_payload(manifest, folder)
-        elif self.problem(manifest, verify=True) is not None:
-            for name in files:
-                self.files.upload(folder / name, f"payload/{digest}/{name}")
-        appear()
+        with self.files.staged(_manifest_name(kind, key), manifest.to_json()):
+            if self.files.is_local:
+                self._move_payload(manifest, folder)
+            elif self.problem(manifest, verify=True) is not None:
+                for name in files:
+                    self.files.upload(folder / name, f"payload/{digest}/{name}")
         return self._ref(manifest)
 
     def local(self, ref: ArtifactRef) -> Path:
@@ -135,7 +137,7 @@ class Store:
         """Returns the manifest of an artifact. Errors: ``ArtifactMissing``."""
         try:
             return Manifest.from_json(self.files.read(_manifest_name(kind, key)), kind, key)
-        except (StoreUnavailable, StoreFull):
+        except StoreError:
             raise
         except (FileNotFoundError, ValueError):
             raise self._missing(kind, key) from None
@@ -147,15 +149,18 @@ class Store:
                 yield Manifest.from_json(self.files.read(_manifest_name(kind, key)), kind, key)
             except FileNotFoundError:  # deleted meanwhile
                 continue
+            except StoreError:
+                raise
             except ValueError as error:
                 log.warning("%s %s: its manifest is damaged (%s)", kind, key[:12], first_line(error))
 
     def places(self) -> Iterator[tuple[str, str]]:
         """Yields kind and key of every manifest, readable or not."""
-        for kind in self.files.names("manifest"):
+        for kind in filter(NAME.fullmatch, self.files.names("manifest")):
             for name in self.files.names(f"manifest/{kind}"):
-                if name.endswith(".json"):
-                    yield kind, name.removesuffix(".json")
+                key = name.removesuffix(".json")
+                if key != name and NAME.fullmatch(key):
+                    yield kind, key
 
     def withdraw(self, kind: str, key: str) -> None:
         """Deletes a manifest, so that the artifact is computed again by the next run that needs it."""
@@ -181,7 +186,14 @@ class Store:
         )
 
     def _size_problem(self, digest: str, files: Mapping[str, FileFacts]) -> str | None:
-        sizes = self.files.sizes(f"payload/{digest}")
+        folder = f"payload/{digest}"
+        try:
+            sizes = self.files.sizes(folder)
+            if self.files.is_local:
+                for name in files:
+                    self.files.path(f"{folder}/{name}")
+        except LeadsElsewhere as error:
+            return str(error)
         for name, facts in files.items():
             if name not in sizes:
                 return f"{name} is missing"
@@ -189,12 +201,9 @@ class Store:
                 return f"{name} has {sizes[name]} bytes instead of {facts.size}"
         if not self.files.is_local:
             return None
-        try:
-            for name in ("", *files):
-                self.files.path(f"payload/{digest}/{name}".rstrip("/"))
-        except LeadsElsewhere as error:
-            return str(error)
-        return None if self.files.path(f"payload/{digest}").is_dir() else "its files are missing"
+        if len(sizes) > len(files):  # whoever opens the folder would take them for part of it
+            return f"{min(set(sizes) - set(files))} does not belong to it"
+        return None if self.files.path(folder).is_dir() else "its files are missing"
 
     def _digest_problem(self, manifest: Manifest) -> str | None:
         if self.files.is_local:
@@ -205,6 +214,8 @@ class Store:
                 self.files.download(f"payload/{manifest.digest}/{name}", partial)
                 if digest_file(partial) != facts.sha256:
                     return f"{name} has another content"
+            except FileNotFoundError:  # deleted meanwhile
+                return f"{name} is missing"
             finally:
                 partial.unlink(missing_ok=True)
         return None
@@ -232,19 +243,29 @@ class Store:
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
             os.utime(folder / name)  # what was written just now is safe from gc
-        target = self.files.path(f"payload/{manifest.digest}")
+        target = self.files.entry(f"payload/{manifest.digest}")
         target.parent.mkdir(parents=True, exist_ok=True)
         if folder.stat().st_dev != target.parent.stat().st_dev:
-            beside = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
-            move_folder(folder, beside)
-            folder = beside
+            folder = self._copied_to_its_disk(folder, target)
         while not renamed(folder, target):
             if self.problem(manifest, verify=True) is None:  # published before, or by another process meanwhile
                 shutil.rmtree(folder)
                 break
             log.warning("payload %s is damaged and replaced", manifest.digest[:12])
-            move_aside(target)
+            self.files.remove(f"payload/{manifest.digest}")
         sync_folder(target.parent)
+
+    def _copied_to_its_disk(self, folder: Path, target: Path) -> Path:
+        copy = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            shutil.copytree(folder, copy)
+        except OSError as error:
+            shutil.rmtree(copy)
+            if is_full(error):
+                raise full(self.uri, f"copying {folder}") from error
+            raise
+        shutil.rmtree(folder)
+        return copy
 
     def _cache_folder(self) -> Path:
         return cache_folder() / digest_bytes(self.uri.encode())[:16]

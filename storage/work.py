@@ -7,15 +7,15 @@ on from it. Files are copied in the order in which they were written, each appea
 import logging
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from storage.faults import StoreError
+from storage.faults import Patience, StoreError, first_line, full, is_full
 from storage.files import Files
-from storage.manifest import check_relative
 
 log = logging.getLogger(__name__)
 
 UNKEPT = ("output", "finished")  # made anew, or published from this machine
+ONCE = Patience(attempts=1)  # the next call of ``keep`` is the next try
 
 
 class WorkFolder:
@@ -28,16 +28,26 @@ class WorkFolder:
         self._kept: dict[str, tuple[int, int]] = {}  # size and mtime of what the store has
 
     def fetch(self) -> None:
-        """Makes the folder, with what the store has of it."""
-        if not self._files.is_local:
-            there = self._files.sizes(self._name)
-            if there:
-                for path in self._resumable():
-                    path.unlink()
-            for name in there:
-                self._files.download(f"{self._name}/{name}", self.path / check_relative(name))
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._kept = self._states() if not self._files.is_local else {}
+        """Makes the folder, with what the store has of it. Errors: ``StoreError``."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if is_full(error):
+                raise full(str(self.path), "making it") from error
+            raise
+        for path in self.path.rglob("*"):
+            if path.is_symlink():  # nothing of ours: whoever writes there would write elsewhere
+                log.warning("%s is a link and removed", path)
+                path.unlink()
+        if self._files.is_local:
+            return
+        there = [name for name in self._files.sizes(self._name) if _is_resumable(name)]
+        if there:
+            for path in self._resumable():
+                path.unlink()
+        for name in there:
+            self._files.download(f"{self._name}/{name}", self.path / name)
+        self._kept = self._states()
 
     def keep(self) -> None:
         """Copies what changed to the store; a store that does not answer is said in the log, and the work goes on."""
@@ -49,10 +59,11 @@ class WorkFolder:
         )
         try:
             for name in changed:
-                self._files.upload(self.path / name, f"{self._name}/{name}")
+                self._files.upload(self.path / name, f"{self._name}/{name}", ONCE)
                 self._kept[name] = states[name]
         except StoreError as error:
-            log.warning("%s: it is kept on this machine alone for now", error)
+            reason = first_line(error.__cause__ or error)
+            log.warning("%s: %s is kept on this machine alone for now (%s)", self._files.uri, self._name, reason)
 
     def clear(self) -> None:
         """Deletes the work, here and in the store."""
@@ -62,9 +73,14 @@ class WorkFolder:
 
     def _resumable(self) -> Iterator[Path]:
         for path in self.path.rglob("*"):
-            if path.is_file() and path.relative_to(self.path).parts[0] not in UNKEPT and path.suffix != ".tmp":
+            if path.is_file() and _is_resumable(path.relative_to(self.path).as_posix()):
                 yield path
 
     def _states(self) -> dict[str, tuple[int, int]]:
         facts = {path.relative_to(self.path).as_posix(): path.stat() for path in self._resumable()}
         return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in facts.items()}
+
+
+def _is_resumable(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.parts[0] not in UNKEPT and path.suffix != ".tmp" and ".." not in path.parts and not path.is_absolute()

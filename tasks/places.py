@@ -6,6 +6,7 @@ from typing import Any
 
 from storage.digest import digest_bytes
 from storage.faults import StoreError
+from storage.files import limits
 from storage.store import Store
 
 BLOCK = "block://"
@@ -34,7 +35,7 @@ def results_storage(place: str, store: Store) -> Any:
 def _results_block(uri: str) -> Any:
     from prefect.filesystems import RemoteFileSystem
 
-    block = RemoteFileSystem(basepath=uri)  # without settings: the environment holds the secrets
+    block = RemoteFileSystem(basepath=uri, settings=limits(uri))  # the environment holds the secrets
     block.save(f"lsp-store-{digest_bytes(uri.encode())[:16]}", overwrite=True)
     return block
 

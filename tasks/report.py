@@ -129,10 +129,15 @@ def markdown(content: dict[str, Any]) -> str:
         lines += ["", "## One prompt, continued", "", "```text", side_by_side(content, highest), "```"]
     if "stages" in content:
         rows = [
-            [stage["label"], stage["state"], f"{stage['seconds']:.1f}", stage["key"][:12]]
+            [stage["label"], stage["state"], f"{stage['seconds']:.1f}", stage["key"][:12], stage["reason"] or ""]
             for stage in content["stages"]
         ]
-        lines += ["", "## Stages of this run", "", *_markdown_table(["stage", "state", "seconds", "key"], rows)]
+        lines += [
+            "",
+            "## Stages of this run",
+            "",
+            *_markdown_table(["stage", "state", "seconds", "key", "computed because"], rows),
+        ]
     return "\n".join(lines) + "\n"
 
 

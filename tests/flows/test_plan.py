@@ -44,7 +44,7 @@ def test_a_new_store_holds_nothing_and_stays_away(tiny_config: Make, tmp_path: P
     reasons = {step["label"]: step["reason"] for step in content["stages"]}
     assert reasons["calibrate test"] == "never computed"
     assert reasons["gather"] == "unknown until calibrate training"
-    assert reasons["merge 0.3-kl"] == "unknown until train 0.3-kl"
+    assert reasons["measure"] == "unknown until calibrate training, calibrate allocation"
     for step in content["stages"]:
         assert step["written_bytes"] > 0
         assert step["seconds"] >= 0

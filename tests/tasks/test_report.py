@@ -40,7 +40,9 @@ def content() -> dict[str, Any]:
         "dense": {"perplexity": 17.125, "parameters": 5678, "tokens": 4096, "continuation": "there was"},
         "units": [],
         "results": [result(0.3, "kl"), result(0.7, "kl"), result(0.7, "task")],
-        "stages": [{"label": "train 0.7-kl", "state": "Cached", "seconds": 0.02, "key": "0123456789abcdef"}],
+        "stages": [
+            {"label": "train 0.7-kl", "state": "Cached", "seconds": 0.02, "key": "0123456789abcdef", "reason": None}
+        ],
     }
 
 

@@ -1,0 +1,167 @@
+"""The working memory of each stage at its peak, in bytes beside the weights: the stage's own functions, run dry.
+
+Every function runs one micro-batch, or one unit of each shape; what grows with the number of sequences is left to the
+caller. Bases and grids are counted where the stage keeps them on the device.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lsp_core.basis import Init, ordered_basis
+from lsp_core.divergence import TeacherStatistic
+from lsp_core.dryrun import peak_bytes
+from lsp_core.gram import evaluating, gather_grams
+from lsp_core.merging import merge_model, projected_logits
+from lsp_core.projector import attached
+from lsp_core.sensitivity import Sensitivity
+from lsp_core.shapes import META, Shapes
+from lsp_core.teacher import cache_teacher
+from lsp_core.training import Trainer, TrainingSettings, frozen
+from lsp_core.units import Unit, weight_of
+
+
+def gather_peak(shapes: Shapes, units: Sequence[Unit], batch: Tensor, precision: torch.dtype) -> int:
+    """Gram matrices, and a forward pass with the activations in ``precision``; ``batch`` (B, T) of tokens."""
+    return peak_bytes(partial(gather_grams, shapes.model, units, batch, micro_batch=len(batch), precision=precision))
+
+
+def bases_peak(shapes: Shapes, units: Sequence[Unit], precision: torch.dtype, init: Init) -> int:
+    """The most demanding unit's Gram and decompositions."""
+
+    def one(unit: Unit) -> None:
+        gram = torch.empty(unit.dimension, unit.dimension, dtype=precision, device=META)
+        weights = [weight_of(shapes.model.get_submodule(member)).detach() for member in unit.members]
+        ordered_basis(unit, gram, weights, init=init)
+
+    return max((peak_bytes(partial(one, unit)) for unit in distinct(units)), default=0)
+
+
+def measure_peak(shapes: Shapes, units: Sequence[Unit], batch: Tensor, precision: torch.dtype) -> int:
+    """All bases, a block's input and the teacher's statistic of ``batch``, and a candidate."""
+
+    def some() -> None:
+        bases = empty_bases(units, precision)
+        sensitivity = Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch))
+        for unit in distinct(units):
+            sensitivity.measure(unit.name, max(1, unit.dimension // 2))
+
+    return peak_bytes(some)
+
+
+def joint_peak(
+    shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int], batch: Tensor, precision: torch.dtype
+) -> int:
+    """All bases, the weights that the truncation sets aside, and a pass over ``batch``."""
+
+    def joint() -> None:
+        bases = empty_bases(units, precision)
+        Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch)).joint(removed)
+
+    return peak_bytes(joint)
+
+
+def teacher_peak(shapes: Shapes, batch: Tensor) -> int:
+    """A forward pass and the statistic of ``batch``."""
+    return peak_bytes(partial(cache_teacher, shapes.model, batch, micro_batch=len(batch)))
+
+
+def perplexity_peak(shapes: Shapes, batch: Tensor) -> int:
+    """A forward pass, the logits, their losses in float32 and the check that they are finite."""
+
+    @torch.inference_mode()
+    def losses() -> None:
+        logits = shapes.model(input_ids=batch.to(META), use_cache=False).logits[:, :-1]
+        labels = torch.empty(len(batch) * (batch.shape[1] - 1), dtype=torch.long, device=META)
+        F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
+        torch.isfinite(logits)
+
+    return peak_bytes(losses)
+
+
+def training_peak(
+    shapes: Shapes,
+    units: Sequence[Unit],
+    removed: Mapping[str, int],
+    tokens: Tensor,
+    *,
+    micro_batch: int,
+    modulated: bool,
+    precision: torch.dtype,
+    objective: Literal["kl", "task"],
+    dropout: float,
+    teacher_kept: bool,
+) -> int:
+    """V, U, the leaves and their gradients, Adam's moments, and what a micro-batch keeps for its backward pass.
+
+    ``tokens``: one optimizer step of two micro-batches, where there are two: gradients wait for the second. Off the
+    CPU the kept directions of the bases are copied to the device, on it they are views.
+    """
+    bases = empty_bases(units, precision)
+    teacher = None
+    if objective == "kl" and teacher_kept and shapes.linear_head:
+        m = torch.empty(*tokens.shape, shapes.hidden, dtype=_wide(shapes), device=META)
+        teacher = TeacherStatistic(m=m, c=m[..., 0], entropy=m[..., 0])
+    settings = TrainingSettings(
+        learning_rate=1e-3,
+        objective=objective,
+        epochs=2,
+        batch_sequences=len(tokens),
+        micro_batch=micro_batch,
+        modulation_epochs=2.0 if modulated else 0.0,  # then the first of the two steps is in the activation form
+        dropout=dropout,
+    )
+
+    def steps() -> None:
+        model = shapes.model
+        with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
+            trainer = Trainer(model, projectors, tokens, tokens, settings, teacher, None)
+            for step in range(2):
+                trainer.accumulate(step)
+                trainer.update()
+
+    active = [unit for unit in units if removed.get(unit.name, 0) > 0]
+    started = sum(u.dimension * (u.dimension - removed[u.name]) for u in active) * precision.itemsize
+    return peak_bytes(steps) + (0 if shapes.on_host else started)
+
+
+def projecting_peak(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int], batch: Tensor) -> int:
+    """Complete bases and projectors of every unit, and a pass over ``batch``."""
+    vectors = _vectors(shapes, units, removed)
+    return peak_bytes(partial(projected_logits, shapes.model, units, vectors, batch.to(META)))
+
+
+def merging_peak(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]) -> int:
+    """The most demanding unit's factors, in float64 on the way."""
+    peak = 0
+    model = copy.deepcopy(shapes.model)
+    for unit in distinct(unit for unit in units if removed.get(unit.name, 0) > 0):
+        peak = max(peak, peak_bytes(partial(merge_model, model, [unit], _vectors(shapes, [unit], removed))))
+    return peak
+
+
+def distinct(units: Iterable[Unit]) -> list[Unit]:
+    """Returns one unit of each shape, in the order of the forward pass."""
+    found: dict[tuple[str, int, tuple[int, ...]], Unit] = {}
+    for unit in units:
+        found.setdefault((unit.side, unit.dimension, unit.others), unit)
+    return list(found.values())
+
+
+def empty_bases(units: Iterable[Unit], precision: torch.dtype) -> dict[str, Tensor]:
+    """Returns a basis (D, D) on the meta device for each unit."""
+    return {unit.name: torch.empty(unit.dimension, unit.dimension, dtype=precision, device=META) for unit in units}
+
+
+def _vectors(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, int]) -> dict[str, Tensor]:
+    chosen = [(unit, removed.get(unit.name, 0)) for unit in units]
+    return {u.name: torch.empty(u.dimension, k, dtype=_wide(shapes), device=META) for u, k in chosen if k > 0}
+
+
+def _wide(shapes: Shapes) -> torch.dtype:
+    return torch.promote_types(shapes.dtype, torch.float32)

@@ -1,0 +1,177 @@
+"""Programs of this checkout in processes of their own, which tests watch and kill, and what these leave in a store."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import prefect
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from flows.config import CompressConfig
+from storage.digest import digest_folder
+from storage.grid import MEASURED, SKIPPED, KLGrid
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240.0  # until a run must have come as far as it is waited for
+BEGINS = re.compile(r"\d\d:\d\d:\d\d (.+): computing \(")
+ENDS = re.compile(r"\d\d:\d\d:\d\d (.+): (?:cached|\d+\.\d s)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """When a run began to compute a stage and when it was done with it, if ever, by ``time.monotonic``."""
+
+    began: float
+    ended: float | None
+
+
+class Run:
+    """``python ARGUMENTS`` in the checkout, in a process and a process group of its own.
+
+    Its output is read as it comes, every line with the time at which it came.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.ended: float | None = None
+        self._lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def text(self) -> str:
+        """Returns what it has printed."""
+        return "".join(line for _, line in self._lines)
+
+    def wait(self) -> int:
+        """Returns its exit status, once it has ended."""
+        status = self.process.wait(timeout=SECONDS)
+        self._reader.join()
+        self.ended = self.ended or time.monotonic()
+        return status
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Returns as soon as ``condition`` holds. Errors: ``AssertionError`` if the process ends first, or in time."""
+        limit = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < limit, self.text()
+            time.sleep(0.001)
+
+    def kill(self) -> None:
+        """Ends the whole group at once."""
+        self.ended = time.monotonic()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
+    def interrupt(self) -> None:
+        """Does what Ctrl-C on a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def computed(self) -> dict[str, Computed]:
+        """Returns the stages that this run has begun to compute, by label."""
+        ended = {match[1]: at for at, line in list(self._lines) if (match := ENDS.match(line))}
+        began = {match[1]: at for at, line in list(self._lines) if (match := BEGINS.match(line))}
+        return {label: Computed(began=at, ended=ended.get(label)) for label, at in began.items()}
+
+    def done(self) -> set[str]:
+        """Returns the labels of the stages that this run has computed or taken from the store."""
+        return {match[1] for _, line in list(self._lines) if (match := ENDS.match(line))}
+
+    def seconds(self) -> float:
+        """Returns the time that this run, which has ended, spent computing stages."""
+        assert self.ended is not None
+        return sum((stage.ended or self.ended) - stage.began for stage in self.computed().values())
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append((time.monotonic(), line))
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Callable[[CompressConfig], Run]]:
+    """Yields a function that starts ``python -m flows compress`` on this process's Prefect server.
+
+    Configurations are written to ``folder``. No run outlives the ``with`` block.
+    """
+    runs: list[Run] = []
+    server = {"PREFECT_API_URL": str(prefect.settings.PREFECT_API_URL.value())}
+
+    def start(config: CompressConfig) -> Run:
+        path = folder / f"{len(runs)}.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        runs.append(Run(["-m", "flows", "compress", str(path)], server))
+        return runs[-1]
+
+    try:
+        yield start
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.kill()
+
+
+def measured_rows(store: Path) -> list[int]:
+    """Returns the rows that an unfinished ``measure`` has behind it."""
+    return sorted(int(path.parent.name) for path in store.glob("work/*/grid/status/c/*/0"))
+
+
+def trained_steps(store: Path) -> int:
+    """Returns the optimizer steps in the newest checkpoint of an unfinished ``train``, 0 where there is none."""
+    return _saved(store, "training.safetensors", "step")
+
+
+def gathered_sequences(store: Path) -> int:
+    """Returns the sequences in the sums of an unfinished ``gather``, 0 where there are none."""
+    return _saved(store, "grams.safetensors", "sequences")
+
+
+def digests(store: Path) -> dict[str, str]:
+    """Returns what the store holds: the digest of every artifact by stage and key."""
+    names = store.glob("manifest/*/*.json")
+    return {path.relative_to(store / "manifest").as_posix(): json.loads(path.read_text())["digest"] for path in names}
+
+
+def payload(store: Path, kind: str) -> Path:
+    """Returns the folder of the only artifact of a stage."""
+    (digest,) = {digest for name, digest in digests(store).items() if name.startswith(f"{kind}/")}
+    return store / "payload" / digest
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    """Every artifact, the grid and the final checkpoint of ``folder`` equal those of ``reference``."""
+    assert digests(folder / "store") == digests(reference / "store")
+    grid, whole = (KLGrid.open(str(payload(place / "store", "measure"))).read() for place in (folder, reference))
+    assert grid.identical(whole)
+    assert set(np.unique(grid["status"])) <= {MEASURED, SKIPPED}
+    checkpoints = [digest_folder(place / "output" / "checkpoints" / "0.3-kl") for place in (folder, reference)]
+    assert checkpoints[0] == checkpoints[1]
+
+
+def _saved(store: Path, name: str, field: str) -> int:
+    for path in store.glob(f"work/*/checkpoint/{name}"):
+        try:
+            with safe_open(path, framework="np") as file:
+                return int(json.loads(file.metadata()["state"])[field])
+        except (FileNotFoundError, SafetensorError):  # the stage ended meanwhile
+            continue
+    return 0
