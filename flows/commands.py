@@ -55,12 +55,13 @@ class Plan(Compress):
         validation_alias=AliasChoices("device-gib", "device_gib"),
         description="Memory of the device, in GiB; none: as found.",
     )
+    remeasure: CliImplicitFlag[bool] = Field(False, description="Measure the device's rates anew.")
     json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
 
     def cli_cmd(self) -> None:
         from flows.plan import CANNOT_FIT, plan, print_plan
 
-        content = plan(self.to_config(), device_gib=self.device_gib)
+        content = plan(self.to_config(), device_gib=self.device_gib, remeasure=self.remeasure)
         print_plan(content, as_json=self.json_)
         if not content["fits"]:
             raise SystemExit(CANNOT_FIT)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from inspect import signature
+from textwrap import shorten
 from typing import Any
 
 from rich.filesize import decimal
@@ -25,6 +26,7 @@ from tasks.reasons import why
 
 GIB = 2**30
 CANNOT_FIT = 3  # exit status
+SHOWN = 72  # characters of a reason in the table; the JSON has all
 NOTES = (
     "peak: device memory of weights and tensors (on a CPU without the interpreter's own); train: all epochs, an early "
     "stop takes less; ranks not yet allocated are taken as uniform; lm-eval tasks and downloads are not counted"
@@ -91,10 +93,11 @@ class Planner:
         return ref
 
 
-def plan(config: CompressConfig, *, device_gib: float | None = None) -> dict[str, Any]:
+def plan(config: CompressConfig, *, device_gib: float | None = None, remeasure: bool = False) -> dict[str, Any]:
     """Returns the steps of a run, their cost on this device, and whether they fit into its memory.
 
-    ``device_gib``: its memory, none: as found. Errors: as ``prepare``.
+    ``device_gib``: its memory, none: as found; ``remeasure``: its rates, even if they are on record.
+    Errors: as ``prepare``.
     """
     prepared = prepare(config, partly=True)
     store = open_store(config.store, verify=config.verify, writable=False)
@@ -103,7 +106,8 @@ def plan(config: CompressConfig, *, device_gib: float | None = None) -> dict[str
     memory = device_memory(prepared.device) if device_gib is None else round(device_gib * GIB)
     due = any(cost is not None for _, cost in planner.costs)
     width = prepared.skeleton.config.get_text_config().hidden_size
-    rates = device_rates(prepared.device, prepared.model.torch_dtype, width=width) if due else None
+    dtype = prepared.model.torch_dtype
+    rates = device_rates(prepared.device, dtype, width=width, remeasure=remeasure) if due else None
     steps = [_costed(step, cost, rates, memory) for step, cost in planner.costs]
     return {
         "model": config.model.name_or_path,
@@ -138,7 +142,8 @@ def plan_lines(content: dict[str, Any]) -> Iterator[str]:
     width = max(len(step["label"]) for step in content["stages"])
     yield f"{'stage':{width}}  {'state':7} {'reads':>9} {'writes':>9} {'GFLOP':>9} {'time':>9} {'peak':>9}  why"
     for step in content["stages"]:
-        yield f"{step['label']:{width}}  {step['state']:7} {_figures(step)}  {step['reason']}".rstrip()
+        reason = shorten(step["reason"], SHOWN, placeholder=" ...")
+        yield f"{step['label']:{width}}  {step['state']:7} {_figures(step)}  {reason}".rstrip()
     states = [step["state"] for step in content["stages"]]
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("hit", "miss", "unknown"))
     yield f"{'in all':{width}}  {'':7} {_figures(content)}  {counted}"
@@ -160,9 +165,9 @@ def plan_lines(content: dict[str, Any]) -> Iterator[str]:
 
 def rate_line(rates: dict[str, Any]) -> str:
     """Returns the sentence that states the rates which the times rest on."""
-    return "times by the rates " + ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in rates.items()
-    )
+    speeds = {name: value for name, value in rates.items() if name.endswith("_per_second")}
+    shown = ", ".join(f"{value:.3g} {name.removesuffix('_per_second')}/s" for name, value in speeds.items())
+    return f"times by the rates measured on {rates['measured']} on {rates['device']}: {shown}; --remeasure renews them."
 
 
 def _awaited(inputs: Arguments) -> Iterator[str]:

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from lsp_core.basis import Init
+from lsp_core.flops import (
+    activation_form_flops,
+    factor_form_flops,
+    factor_products,
+    merge_flops,
+    orthogonal_flops,
+    projection_flops,
+)
 from lsp_core.peaks import (
     bases_peak,
     gather_peak,
@@ -115,7 +123,7 @@ def measure_cost(
     return Cost(
         flops=tokens * flops + probe.flops,
         head_flops=tokens * heads + probe.head_flops,
-        flops64=sum(_projection_flops(u, k) for u in units for k in counts[u.name]),
+        flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=tokens * (1 + candidates) * float(shapes.vocabulary),
         peak_bytes=shapes.weight_bytes + working + kept,
         read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
@@ -188,12 +196,12 @@ def train_cost(
     rank = {u.name: u.dimension - removed[u.name] for u in active}
     # a direction that some member's mask keeps widens the factors of all
     wider = {u.name: rank[u.name] + removed[u.name] * (1 - (1 - dropout) ** len(u.members)) for u in active}
-    gradient = first_form * _activation_form(shapes, active, removed, length)
-    gradient += second_form * _factor_form(shapes, active, wider, length)
+    gradient = first_form * activation_form_flops(shapes, active, removed, length)
+    gradient += second_form * factor_form_flops(shapes, active, wider, length)
     orthogonality = steps * sum(6.0 * u.dimension * removed[u.name] ** 2 for u in active)
     making = sum(4.0 * (steps - modulated) * wider[u.name] * u.parameters for u in active)  # W E, and back to E
     making += sum(2.0 * (epochs + 1) * rank[u.name] * u.parameters for u in active)
-    compressed = shapes.forward(length) + 2.0 * sum(_factor_products(u, rank[u.name]) - u.parameters for u in active)
+    compressed = shapes.forward(length) + 2.0 * sum(factor_products(u, rank[u.name]) - u.parameters for u in active)
     probe = _probe(shapes)
     flops = gradient + checked * compressed + orthogonality + making + probe.flops
     targets = epochs * sequences * (length - (objective == "task"))
@@ -204,7 +212,7 @@ def train_cost(
         flops += epochs * tokens * shapes.forward(length)
         heads += epochs * tokens * shapes.statistic()
         softmaxes += epochs * tokens
-    products, solvers = _orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
+    products, solvers = orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
 
     micro_batch = min(micro_batch, batch_sequences, sequences)
     working = training_peak(
@@ -250,7 +258,7 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
         projected = projecting_peak(shapes, units, removed, _tokens(1, MERGE_PROBE))
         working = max(projected, merging_peak(shapes, units, removed))
         peak = shapes.weight_bytes + _basis_bytes(units, precision_bytes) + vectors + working
-    products, solvers = _merge_flops(units, removed)
+    products, solvers = merge_flops(units, removed)
     return Cost(
         flops=probe,
         head_flops=2 * MERGE_PROBE * shapes.logits(),
@@ -283,7 +291,7 @@ def evaluate_cost(
     removed = removed or {}
     tokens, probe = sequences * length, _probe(shapes)
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
-    change = sum(_factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
+    change = sum(factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
     saved = sum(unit.saved(removed[unit.name]) for unit in active) * shapes.dtype.itemsize
     batch = _tokens(min(micro_batch, sequences), length)
     peak = shapes.weight_bytes - saved + perplexity_peak(shapes, batch)
@@ -295,7 +303,7 @@ def evaluate_cost(
     elif active:
         kept = _basis_bytes(units, precision_bytes)
         read += kept
-        products, solvers = _merge_flops(units, removed)
+        products, solvers = merge_flops(units, removed)
         host = kept if shapes.on_host else 0
         peak = max(peak, shapes.weight_bytes + host + merging_peak(shapes, units, removed))
     if kl_sequences:
@@ -303,7 +311,7 @@ def evaluate_cost(
         tokens, batch = kl_sequences * length, _tokens(min(micro_batch, kl_sequences), length)
         flops += tokens * 2 * shapes.forward(length) + probe.flops
         heads += tokens * (shapes.statistic() + shapes.logits()) + probe.head_flops
-        products += sum(_projection_flops(unit, removed[unit.name]) for unit in active)
+        products += sum(projection_flops(unit, removed[unit.name]) for unit in active)
         logits += 2.0 * tokens
         read += TOKEN_BYTES * tokens
         working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
@@ -325,69 +333,6 @@ def _probe(shapes: Shapes) -> Cost:
     """The two passes over a few tokens that compare the head with the model's logits."""
     heads = 2 if shapes.linear_head else 1
     return Cost(flops=2 * PROBE * shapes.forward(PROBE), head_flops=heads * PROBE * shapes.logits())
-
-
-def _factor_products(unit: Unit, rank: float) -> float:
-    """Multiply-adds a token of a unit's factors; a factor that an output tie shares is applied by each member."""
-    applied = len(unit.members) if unit.side == "output" else 1
-    return rank * (applied * unit.dimension + sum(unit.others))
-
-
-def _backward(shapes: Shapes, length: int, first: int) -> float:
-    """FLOPs a token of the dense backward pass down to block ``first``: 2.5 times the forward pass in attention."""
-    return shapes.forward(length, first) + 1.5 * shapes.attend(length) * (len(shapes.blocks) - first)
-
-
-def _activation_form(shapes: Shapes, active: Sequence[Unit], removed: Mapping[str, int], length: int) -> float:
-    """FLOPs a token, forward and backward, of the dense layers and the way through U."""
-    extra = 0.0
-    for unit in active:  # an input tie goes down to U once and up for each member, an output tie both for each
-        passes = 1 + len(unit.members) if unit.side == "input" else 2 * len(unit.members)
-        extra += 2.0 * removed[unit.name] * unit.dimension * passes
-    first = active[0]
-    unread = removed[first.name] * first.dimension if first.side == "input" else first.parameters
-    return shapes.forward(length) + _backward(shapes, length, first.block) + 3 * extra - 2.0 * unread
-
-
-def _factor_form(shapes: Shapes, active: Sequence[Unit], rank: Mapping[str, float], length: int) -> float:
-    """FLOPs a token, forward and backward, with the factors in place of the layers."""
-    dense = 2.0 * sum(unit.parameters for unit in active)
-    factors = 2.0 * sum(_factor_products(unit, rank[unit.name]) for unit in active)
-    first = active[0]
-    unread = rank[first.name] * (first.dimension if first.side == "input" else sum(first.others))
-    backward = _backward(shapes, length, first.block)
-    return shapes.forward(length) + backward + 3 * factors - 2 * dense - 2.0 * unread
-
-
-def _projection_flops(unit: Unit, count: int) -> float:
-    """W P by way of the smaller of the two spaces."""
-    return 4.0 * unit.parameters * min(count, unit.dimension - count)
-
-
-def _orthogonal_flops(
-    active: Sequence[Unit], removed: Mapping[str, int], steps: int, factored: int, validations: int
-) -> tuple[float, float]:
-    """Products and solves of qf(V), of the basis of its complement, and of the backward passes of both."""
-    products = solvers = 0.0
-    for unit in active:
-        d, k = unit.dimension, removed[unit.name]
-        r = d - k
-        products += (steps + validations) * 4.0 * d * k**2 + steps * 4.0 * d * k**2
-        solvers += (steps + validations) * (d * k**2 + k**3 / 3) + steps * d * k**2
-        products += (factored + validations) * (4.0 * d * k * r + 4.0 * d * r**2) + factored * 4.0 * d * k * r
-        solvers += (factored + validations) * (d * r**2 + r**3 / 3)
-    return products, solvers
-
-
-def _merge_flops(units: Sequence[Unit], removed: Mapping[str, int]) -> tuple[float, float]:
-    products = solvers = 0.0
-    for unit in units:
-        d, k = unit.dimension, removed.get(unit.name, 0)
-        if k == 0:
-            continue
-        products += 4.0 * d * k**2 + (4.0 * k + 4.0 * (d - k)) * unit.parameters
-        solvers += d * k**2 + k**3 / 3 + 2.0 * d * k**2 - 2 / 3 * k**3 + 4.0 * d**2 * k - 4.0 * d * k**2 + 4 / 3 * k**3
-    return products, solvers
 
 
 def _basis_bytes(units: Iterable[Unit], precision_bytes: int) -> int:

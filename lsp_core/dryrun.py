@@ -2,8 +2,8 @@
 
 Every tensor that comes to life is entered in a ledger and struck out when its storage dies, so what autograd keeps for
 the backward pass is counted as long as it is kept. The stages' own functions run unchanged: a number that they read off
-a tensor is answered as a healthy run would answer it, and attention is what the fused kernels make of it (output and one
-logsumexp a row, no matrix of scores).
+a tensor is answered as a healthy run would answer it, and attention is what the fused kernels make of it: an output and
+one logsumexp a row, no matrix of scores.
 """
 
 import weakref
@@ -32,15 +32,17 @@ def peak_bytes(run: Callable[[], object]) -> int:
         stack.enter_context(_FusedAttention())
         ledger = stack.enter_context(_Ledger())
         run()
-    return ledger.peak
+    peak: int = ledger.peak
+    return peak
 
 
 class _Ledger(TorchDispatchMode):
     """Adds up the bytes of the living meta storages that were made under it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
         self._entered: set[int] = set()
         self._failures = WeakIdKeyDictionary()  # flags that are set where something went wrong
 

@@ -17,8 +17,9 @@ META = torch.device("meta")
 class Cost:
     """What one stage takes.
 
-    ``flops``: in the model's dtype; ``gradient_flops``: those of them in steps with a backward pass; ``head_flops``: those of the vocabulary's distributions, in float32 at least;
-    ``flops64``: matrix products in the precision of Grams and bases; ``solver_flops``: decompositions in it.
+    ``flops``: in the model's dtype; ``gradient_flops``: those of them in passes that are differentiated;
+    ``head_flops``: of the vocabulary's distributions, in float32 at least; ``flops64``: matrix products in the
+    precision of Grams and bases; ``solver_flops``: decompositions in it.
     ``logits``: numbers that pass through a softmax. ``peak_bytes``: device memory at the peak, weights and tensors;
     on a CPU the tensors of the process, without the interpreter's own base. ``read_bytes``, ``written_bytes``: from and
     to the store or the model's folder. ``text_bytes``: text that is tokenized.
@@ -96,7 +97,8 @@ def shapes_of(
     """
     dtype = dtype or model.dtype
     if model.dtype != dtype or model.device != META:
-        model = copy.deepcopy(model).to(device=META, dtype=dtype)
+        model = copy.deepcopy(model)
+        nn.Module.to(model, device=META, dtype=dtype)
     config = model.config.get_text_config()
     head: nn.Module | None = model.get_output_embeddings()
     heads: int = config.num_attention_heads

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_SAID = (*(f"os error {n})" for n in FULL), *(f"[Errno {n}]" for n in FULL), "StorageFull", "QuotaExceeded")
 LASTING_ERRNO = (*FULL, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP)
 LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 PASSING_REMOTE = {
@@ -59,9 +60,9 @@ def may_pass(error: BaseException) -> bool:
 
 def is_full(error: BaseException) -> bool:
     """Returns whether ``error`` says that there is no room left, also where a library has wrapped it."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL
-    return any(f"os error {number})" in str(error) or f"[Errno {number}]" in str(error) for number in FULL)
+    if isinstance(error, OSError) and error.errno in FULL:
+        return True
+    return not isinstance(error, StoreError) and any(said in str(error) for said in FULL_SAID)
 
 
 def persist(operation: Callable[[], T], what: str, store: str, patience: Patience, *, disk: str | None = None) -> T:

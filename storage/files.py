@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,7 +217,7 @@ class Files:
 
 def limits(uri: str) -> dict[str, Any]:
     """Returns the options that bound how long the file system of ``uri`` waits for an answer."""
-    return {"config_kwargs": S3_LIMITS} if _is_s3(uri) else {}
+    return {"config_kwargs": deepcopy(S3_LIMITS)} if _is_s3(uri) else {}  # botocore writes to it
 
 
 def sync_folder(folder: Path) -> None:

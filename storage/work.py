@@ -35,7 +35,7 @@ class WorkFolder:
             if is_full(error):
                 raise full(str(self.path), "making it") from error
             raise
-        for path in self.path.rglob("*"):
+        for path in list(self.path.rglob("*")):
             if path.is_symlink():  # nothing of ours: whoever writes there would write elsewhere
                 log.warning("%s is a link and removed", path)
                 path.unlink()

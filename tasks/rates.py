@@ -1,15 +1,15 @@
 """How fast this machine's device is at what the stages do: measured once, remembered, and used to expect times.
 
-A stack of two decoder blocks near the model's width, attention and elementwise work included, stands for the passes
-through the model; products and softmaxes of a head, products and decompositions in the Grams' precision, and sha256 are
-measured beside it. The measurement takes about a second and lies in ``rates.json`` of the cache folder.
+A decoder block near the model's width, attention and elementwise work included, stands for the passes through the
+model, forward alone and with its gradients; products and softmaxes of a head, products and decompositions in the
+Grams' precision, and sha256 are measured beside it. That takes about a second; the result lies in ``rates.json`` of the
+cache folder. Measured on idle memory and warm caches, the rates are nearer a stage's best than its mean.
 """
 
 import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import time
 import uuid
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -25,15 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lsp_core.costs import EIGH
+from lsp_core.divergence import VOCABULARY_CHUNK
 from lsp_core.shapes import Cost
 from storage.places import cache_folder
 
 log = logging.getLogger(__name__)
 
 FILE = "rates.json"
-TOKENS = 1024  # of the measured batch: 4 sequences of 256
-WIDTHS = (128, 4096)  # narrowest and widest stack that is measured
-SECONDS_EACH = 0.12  # of each of the measurements
+TOKENS = 1024  # of the measured batch, fewer where a CPU's block is wide, more on an accelerator
+NARROWEST, WIDEST, WIDEST_ON_CPU = 128, 4096, 1024  # width of the measured block
+SECONDS_EACH = 0.1  # of each of the measurements
 TEXT_BYTES_PER_SECOND = 2e6  # tokenizing, one thread; the same everywhere to a factor of two
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -42,15 +44,17 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 class Rates:
     """What a device does in a second.
 
-    ``device``: its name, and the threads on a CPU; ``width``: of the measured stack; ``flops_per_second``: of passes
-    through a model in the dtype that was asked for; ``head_flops_per_second``: plain products in float32 or wider;
-    ``flops64_per_second`` and ``solver_flops_per_second``: products and decompositions in the Grams' precision;
-    ``bytes_per_second``: digesting; ``measured``: the date.
+    ``device``: its name, and the threads on a CPU; ``width``: of the measured block; ``flops_per_second``: of passes
+    through a model in the dtype that was asked for; ``gradient_flops_per_second``: of passes forward and back;
+    ``head_flops_per_second``: plain products in float32 or wider; ``flops64_per_second`` and
+    ``solver_flops_per_second``: products and decompositions in the Grams' precision; ``logits_per_second``: numbers
+    through a softmax; ``bytes_per_second``: digesting; ``measured``: the date.
     """
 
     device: str
     width: int
     flops_per_second: float
+    gradient_flops_per_second: float
     head_flops_per_second: float
     flops64_per_second: float
     solver_flops_per_second: float
@@ -59,15 +63,18 @@ class Rates:
     measured: str
 
 
-def device_rates(device: str, dtype: torch.dtype, *, width: int = 512, folder: Path | None = None) -> Rates:
+def device_rates(
+    device: str, dtype: torch.dtype, *, width: int = 512, folder: Path | None = None, remeasure: bool = False
+) -> Rates:
     """Returns the rates of ``device`` in ``dtype`` near a model's hidden ``width``, measured if they are not on record.
 
-    ``folder``: where the record is, none: the cache folder. A record that cannot be read is made again.
+    ``folder``: where the record is, none: the cache folder; ``remeasure``: the record is not read. A record that cannot
+    be read is made again.
     """
     path = (folder or cache_folder()) / FILE
-    bucket = _bucket(width)
+    bucket = _bucket(width, device)
     key = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}, width {bucket}"
-    records = _read(path)
+    records = {} if remeasure else _read(path)
     try:
         return _checked(records[key])
     except KeyError:
@@ -83,7 +90,8 @@ def device_rates(device: str, dtype: torch.dtype, *, width: int = 512, folder: P
 def seconds(cost: Cost, rates: Rates) -> float:
     """Returns the time that ``cost`` takes at ``rates``: the sum of its parts, as nothing overlaps."""
     return (
-        cost.flops / rates.flops_per_second
+        (cost.flops - cost.gradient_flops) / rates.flops_per_second
+        + cost.gradient_flops / rates.gradient_flops_per_second
         + cost.head_flops / rates.head_flops_per_second
         + cost.flops64 / rates.flops64_per_second
         + cost.solver_flops / rates.solver_flops_per_second
@@ -114,63 +122,72 @@ def device_name(device: str) -> str:
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 
-@torch.inference_mode()
 def measure_rates(device: str, dtype: torch.dtype, width: int) -> Rates:
     """Measures the rates; takes about a second. ``width``: a power of two."""
+    on_cpu = torch.device(device).type == "cpu"
+    tokens = min(TOKENS, TOKENS * 256 // width) if on_cpu else 4 * TOKENS
     wide = torch.promote_types(dtype, torch.float32)
     precise = torch.float32 if torch.device(device).type == "mps" else torch.float64
-    rows = torch.randn(TOKENS, width, device=device)
-    run, flops = _stack(rows.to(dtype))
+    block = _Block(tokens, width, device, dtype)
+    rows = torch.randn(tokens, width, device=device)
     head = torch.randn(4 * width, width, device=device, dtype=wide)
-    logits = torch.randn(TOKENS, 4096, device=device, dtype=wide)
+    logits = torch.randn(tokens, VOCABULARY_CHUNK, device=device, dtype=wide)
     exact = rows.to(precise)
     gram = torch.zeros(width, width, device=device, dtype=precise)
     small = exact[:, : min(width, 256)]
     matrix = small.T @ small
     data = bytes(1 << 24)
     hidden = rows.to(wide)
-    return Rates(
-        device=device_name(device),
-        width=width,
-        flops_per_second=flops / _time(run, device),
-        head_flops_per_second=2 * hidden.numel() * len(head) / _time(lambda: F.linear(hidden, head), device),
-        flops64_per_second=2 * exact.numel() * width / _time(lambda: gram.addmm_(exact.T, exact), device),
-        solver_flops_per_second=EIGH * len(matrix) ** 3 / _time(lambda: torch.linalg.eigh(matrix), device),
-        logits_per_second=logits.numel() / _time(lambda: torch.logsumexp(logits, -1), device),
-        bytes_per_second=len(data) / _time(lambda: hashlib.sha256(data), "cpu"),
-        measured=datetime.now(UTC).date().isoformat(),
-    )
+    gradient = block.gradient_flops / _time(block.backward, device)
+    with torch.inference_mode():
+        return Rates(
+            device=device_name(device),
+            width=width,
+            flops_per_second=block.flops / _time(block.forward, device),
+            gradient_flops_per_second=gradient,
+            head_flops_per_second=2 * hidden.numel() * len(head) / _time(lambda: F.linear(hidden, head), device),
+            flops64_per_second=2 * exact.numel() * width / _time(lambda: gram.addmm_(exact.T, exact), device),
+            solver_flops_per_second=EIGH * len(matrix) ** 3 / _time(lambda: torch.linalg.eigh(matrix), device),
+            logits_per_second=logits.numel() / _time(lambda: torch.logsumexp(logits, -1), device),
+            bytes_per_second=len(data) / _time(lambda: hashlib.sha256(data), "cpu"),
+            measured=datetime.now(UTC).date().isoformat(),
+        )
 
 
-def _stack(x: Tensor) -> tuple[Callable[[], Tensor], float]:  # (T, D)
-    """Returns a pass through two decoder blocks, and its FLOPs."""
-    tokens, width = x.shape
-    inner = width * 11 // 4
-    sequences, heads = 4, max(1, width // 64)
-    shapes = [*[(width, width)] * 4, (inner, width), (inner, width), (width, inner)]
-    blocks = [[torch.randn(shape, device=x.device, dtype=x.dtype) / math.sqrt(shape[1]) for shape in shapes]] * 2
-    gain = torch.ones(width, device=x.device, dtype=x.dtype)
+class _Block:
+    """A decoder block of random weights, and the FLOPs of a pass of ``tokens`` tokens through it and back."""
 
-    def split(y: Tensor) -> Tensor:  # (T, D) -> (B, heads, T / B, D / heads)
-        return y.view(sequences, -1, heads, width // heads).transpose(1, 2)
+    def __init__(self, tokens: int, width: int, device: str, dtype: torch.dtype) -> None:
+        inner = width * 11 // 4
+        shapes = [*[(width, width)] * 4, (inner, width), (inner, width), (width, inner)]
+        self.length, self.heads = min(tokens, 256), max(1, width // 64)
+        self.x = torch.randn(tokens, width, device=device, dtype=dtype).requires_grad_()
+        self.gain = torch.ones(width, device=device, dtype=dtype)
+        self.weights = [
+            (torch.randn(shape, device=device) / math.sqrt(shape[1])).to(dtype).requires_grad_() for shape in shapes
+        ]
+        products, attention = tokens * 2.0 * sum(a * b for a, b in shapes), 4.0 * tokens * self.length * width
+        self.flops = products + attention
+        self.gradient_flops = 3 * products + 3.5 * attention
 
-    def run() -> Tensor:
-        hidden = x
-        for q, k, v, o, gate, up, down in blocks:
-            normed = F.rms_norm(hidden, (width,), gain)
-            parts = [split(F.linear(normed, weight)) for weight in (q, k, v)]
-            attended = F.scaled_dot_product_attention(*parts, is_causal=True)
-            hidden = hidden + F.linear(attended.transpose(1, 2).reshape(tokens, width), o)
-            normed = F.rms_norm(hidden, (width,), gain)
-            hidden = hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
-        return hidden
+    def forward(self) -> Tensor:  # -> (T, D)
+        q, k, v, o, gate, up, down = self.weights
+        normed = F.rms_norm(self.x, self.gain.shape, self.gain)
+        parts = [self._split(F.linear(normed, weight)) for weight in (q, k, v)]
+        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
+        hidden = self.x + F.linear(attended.transpose(1, 2).reshape(self.x.shape), o)
+        normed = F.rms_norm(hidden, self.gain.shape, self.gain)
+        return hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
 
-    per_token = sum(2 * a * b for a, b in shapes) + 4 * (tokens // sequences) * width
-    return run, 2.0 * tokens * per_token
+    def backward(self) -> None:
+        torch.autograd.grad(self.forward().sum(), [self.x, *self.weights])
+
+    def _split(self, y: Tensor) -> Tensor:  # (T, D) -> (B, heads, length, D / heads)
+        return y.view(-1, self.length, self.heads, y.shape[-1] // self.heads).transpose(1, 2)
 
 
 def _time(run: Callable[[], object], device: str) -> float:
-    """Returns the median of the seconds that ``run`` takes, over ``SECONDS_EACH`` and three times at least."""
+    """Returns the median of the seconds that ``run`` takes, over ``SECONDS_EACH`` and twice at least."""
     kind = torch.device(device).type
 
     def once() -> float:
@@ -182,14 +199,15 @@ def _time(run: Callable[[], object], device: str) -> float:
 
     once()
     taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < SECONDS_EACH:
+    while len(taken) < 2 or sum(taken) < SECONDS_EACH:
         taken.append(once())
-    return sorted(taken)[len(taken) // 2]
+    return median(taken)
 
 
-def _bucket(width: int) -> int:
+def _bucket(width: int, device: str) -> int:
+    widest = WIDEST_ON_CPU if torch.device(device).type == "cpu" else WIDEST
     nearest: int = 2 ** round(math.log2(width))
-    return min(max(nearest, WIDTHS[0]), WIDTHS[1])
+    return min(max(nearest, NARROWEST), widest)
 
 
 def _checked(record: Any) -> Rates:
@@ -219,7 +237,7 @@ def _write(path: Path, records: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     temporary.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _cpu_name() -> str:

@@ -2,10 +2,14 @@
 
 import os
 import random
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.disks import mounted
+from tests.s3 import environment, serving, using
 
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -22,6 +26,27 @@ def prefect_server() -> Iterator[None]:
 
     with prefect_test_harness(server_startup_timeout=180):
         yield
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Returns the URL of one S3 server for the whole session."""
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture
+def s3_bucket(s3_server: str, tmp_path: Path) -> Iterator[str]:
+    """Returns the name of a bucket of this test, to be made by whoever writes to it, on a machine of this test."""
+    with using(environment(s3_server) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
+        yield f"bucket-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Returns the folder of a disk of 256 KiB."""
+    with mounted(tmp_path / "disk", kib=256):
+        yield tmp_path / "disk"
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,12 @@ class Computed:
     began: float
     ended: float | None
 
+    @property
+    def seconds(self) -> float:
+        """Returns how long the stage took. Errors: ``AssertionError`` if it was not finished."""
+        assert self.ended is not None
+        return self.ended - self.began
+
 
 class Run:
     """``python ARGUMENTS`` in the checkout, in a process and a process group of its own.

@@ -18,8 +18,8 @@ Start = Callable[[CompressConfig], Run]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
+    with starting(tmp_path) as run:
+        yield run
 
 
 @pytest.fixture
@@ -40,6 +40,11 @@ def states(folder: Path, *names: str) -> list[str]:
     return [stage["state"] for stage in report["stages"] if stage["name"] in names]
 
 
+def times(store: Path, rows: list[int]) -> list[int]:
+    """Returns when each of ``rows`` was written."""
+    return [next(store.glob(f"work/*/grid/status/c/{row}/0")).stat().st_mtime_ns for row in rows]
+
+
 def test_killed_and_interrupted_runs_continue_to_the_same_bytes(
     start: Start, config: Callable[[Path], CompressConfig], tmp_path: Path
 ) -> None:
@@ -53,11 +58,13 @@ def test_killed_and_interrupted_runs_continue_to_the_same_bytes(
     first.kill()
     done = measured_rows(store)
     (begun,) = store.glob("work/*/grid")
-    kept = KLGrid.open(str(begun)).read()
+    kept, written = KLGrid.open(str(begun)).read(), times(store, done)
     assert 3 <= len(done) < kept.sizes["unit"]
     assert not list(store.glob("manifest/measure/*"))
 
     second = start(config(folder))
+    second.until(lambda: len(measured_rows(store)) > len(done))
+    assert times(store, done) == written  # it went on behind them
     second.until(lambda: trained_steps(store) >= 5)
     second.kill()
     grid = KLGrid.open(str(payload(store, "measure"))).read()

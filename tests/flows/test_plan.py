@@ -58,7 +58,7 @@ def test_after_a_run_everything_is_a_hit_and_no_rate_is_measured(
     finished: tuple[Path, dict[str, Any]], tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, report = finished
-    monkeypatch.setattr(flows.plan, "device_rates", lambda *_: pytest.fail("a measurement"))
+    monkeypatch.setattr(flows.plan, "device_rates", lambda *_, **__: pytest.fail("a measurement"))
     content = plan(tiny_config(folder))
     assert set(states(content).values()) == {"hit"}
     assert {step["label"]: step["key"] for step in content["stages"]} == {
