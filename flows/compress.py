@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,16 @@ CONFIG = "config.yaml"
 @flow(name="compress", persist_result=False)
 def compress(config: CompressConfig) -> dict[str, Any]:
     """Compresses a language model to every target of the config and reports what it cost; returns the report."""
+    started = time.monotonic()
     config.output.mkdir(parents=True, exist_ok=True)
     prepared = prepare(config)
     stages = Stages(place=config.store, runtime=prepared.runtime, verify=config.verify)
     built = build(stages, prepared)
     stages.close()
-    return write_output(config, stages, built)
+    return write_output(config, stages, built, started)
 
 
-def write_output(config: CompressConfig, stages: Stages, built: Built) -> dict[str, Any]:
+def write_output(config: CompressConfig, stages: Stages, built: Built, started: float) -> dict[str, Any]:
     """Copies plots and checkpoints to the output folder and writes the report with what belongs to this run alone."""
     folder = stages.store.local(built.reported)
     content: dict[str, Any] = {"model": config.model.name_or_path, **json.loads((folder / REPORT).read_text())}
@@ -43,6 +45,7 @@ def write_output(config: CompressConfig, stages: Stages, built: Built) -> dict[s
     content["stages"] = [asdict(record) for record in stages.records]
     content["run"] = stages.run_record.id
     content["config"] = config.model_dump(mode="json")
+    content["seconds"] = round(time.monotonic() - started, 2)  # without imports and Prefect's start
     text = markdown(content)
     write_json(config.output / REPORT, content)
     (config.output / "report.md").write_text(text, encoding="utf-8")

@@ -2,26 +2,30 @@
 
 A Llama-architecture network and a byte-level BPE on the text of ``demo_text``. AdamW, linear warm-up and cosine, bf16
 autocast where the processor has it. The order of the data is a function of the seed and the epoch, so a checkpoint
-(weights, Adam's state, the step) is all that a resumed run needs to repeat an uninterrupted one.
+(weights, Adam's state, the best weights, the step) is all that a resumed run needs to repeat an uninterrupted one.
 """
 
-import copy
+import hashlib
 import json
 import logging
 import math
+import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lsp_core.durable import DamagedFileError, Saved, digest_tensors, read_checked, write_durably
+from lsp_core.gram import NonFiniteError
+
 END_OF_TEXT = "<|endoftext|>"
+CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +49,16 @@ class DemoTraining:
     seed: int = 0
 
 
+@dataclass(kw_only=True)
+class State:
+    """Where training stands after ``step`` steps; ``weights``: the best, in bf16, of validation loss ``best``."""
+
+    step: int = 0
+    best: float = math.inf
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    records: list[dict[str, float]] = field(default_factory=list)
+
+
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE of ``vocabulary`` tokens; any text round-trips through it."""
     tokenizer = Tokenizer(models.BPE())
@@ -63,14 +77,14 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
 def train_demo_model(splits: dict[str, Path], output: Path, work: Path, settings: DemoTraining) -> Path:
     """Trains on ``splits`` (JSON lines with ``text``) and writes model, tokenizer and log to ``output``; returns it.
 
-    ``work`` holds the newest checkpoint and the best weights so far; a second call continues from there.
+    ``work`` holds the tokenizer and the newest two checkpoints; a second call continues from there. Errors:
+    ``ValueError`` if there is too little text for one step; ``NonFiniteError`` where the loss diverges.
     """
     output.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "tokenizer.json").exists():
-        train_tokenizer(iter(_texts(splits["train"])), settings.vocabulary).save_pretrained(work)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
+    tokenizer = _tokenizer(work, _texts(splits["train"]), settings.vocabulary)
     tokens = {split: _token_stream(path, tokenizer) for split, path in splits.items()}
+    run = {"settings": asdict(settings), "data": digest_tensors(tokens)}
 
     torch.manual_seed(settings.seed)
     model = LlamaForCausalLM(_config(settings, tokenizer))
@@ -79,21 +93,24 @@ def train_demo_model(splits: dict[str, Path], output: Path, work: Path, settings
         tokens["train"].numel() // settings.positions - 1
     ) // settings.batch  # an offset costs one window
     total_steps = steps_per_epoch * settings.epochs
-    step, best, records = _restore(work, model, optimizer)
+    if total_steps < 1:
+        least = settings.positions * (settings.batch + 1)
+        raise ValueError(f"{splits['train']} has {tokens['train'].numel()} tokens, a step takes {least}: add text")
+    state = _restore(work, run, model, optimizer)
     log.info(
         "%d parameters, %d training tokens, step %d of %d",
         model.num_parameters(),
         tokens["train"].numel(),
-        step,
+        state.step,
         total_steps,
     )
 
     model.train()
     started, losses = time.monotonic(), []
-    while step < total_steps:
+    while state.step < total_steps:
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(step, settings.warmup_steps, total_steps)
-        batch = _batch(tokens["train"], *divmod(step, steps_per_epoch), settings)
+            group["lr"] = settings.learning_rate * _schedule(state.step, settings.warmup_steps, total_steps)
+        batch = _batch(tokens["train"], *divmod(state.step, steps_per_epoch), settings)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=_has_fast_bf16()):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -101,24 +118,26 @@ def train_demo_model(splits: dict[str, Path], output: Path, work: Path, settings
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        step += 1
-        if step % settings.evaluate_every == 0 or step == total_steps:
+        state.step += 1
+        if state.step % settings.evaluate_every == 0 or state.step == total_steps:
             validation_loss = mean_loss(model, tokens["validation"][: settings.evaluation_tokens], settings.positions)
+            if not math.isfinite(validation_loss):
+                raise NonFiniteError(f"the validation loss is {validation_loss} at step {state.step}: it diverges")
             record = {
-                "step": step,
-                "epoch": round(step / steps_per_epoch, 3),
+                "step": state.step,
+                "epoch": round(state.step / steps_per_epoch, 3),
                 "train_loss": round(torch.stack(losses).mean().item(), 4),
                 "validation_loss": round(validation_loss, 4),
                 "seconds": round(time.monotonic() - started, 1),
             }
             log.info("%s", record)
-            records.append(record)
-            if validation_loss < best:
-                best = validation_loss
-                copy.deepcopy(model).to(torch.bfloat16).save_pretrained(work / "best")
-            _checkpoint(work, model, optimizer, step, best, records)
+            state.records.append(record)
+            if validation_loss < state.best:
+                state.best = validation_loss
+                state.weights = {n: p.detach().to(torch.bfloat16, copy=True) for n, p in model.named_parameters()}
+            _checkpoint(work, run, model, optimizer, state)
             started, losses = time.monotonic(), []
-    return _publish(work, output, tokenizer, tokens, records, settings)
+    return _publish(model, state, output, tokenizer, tokens, settings)
 
 
 def mean_loss(model: LlamaForCausalLM, tokens: Tensor, positions: int) -> float:
@@ -148,6 +167,18 @@ def _config(settings: DemoTraining, tokenizer: PreTrainedTokenizerFast) -> Llama
 
 def _texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _tokenizer(work: Path, texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of ``texts``, trained or from ``work``, where it appears whole and under their digest."""
+    digest = hashlib.sha256(json.dumps([vocabulary, *texts]).encode()).hexdigest()
+    folder = work / f"tokenizer-{digest[:16]}"
+    if not folder.is_dir():
+        partial = work / "tokenizer.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        train_tokenizer(iter(texts), vocabulary).save_pretrained(partial)
+        partial.rename(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _token_stream(path: Path, tokenizer: PreTrainedTokenizerFast) -> Tensor:  # -> (T,)
@@ -181,55 +212,66 @@ def _has_fast_bf16() -> bool:
 
 
 def _checkpoint(
-    work: Path,
-    model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    best: float,
-    records: list[dict[str, float]],
+    work: Path, run: dict[str, Any], model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, state: State
 ) -> None:
-    state = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    tensors |= {f"best.{name}": tensor for name, tensor in state.weights.items()}
     for index, moments in optimizer.state_dict()["state"].items():
-        state |= {f"adam.{index}.{name}": tensor for name, tensor in moments.items()}
-    save_file(
-        state, work / "checkpoint.tmp", metadata={"step": str(step), "best": repr(best), "log": json.dumps(records)}
-    )
-    (work / "checkpoint.tmp").replace(work / "checkpoint.safetensors")
+        tensors |= {f"adam.{index}.{name}": tensor for name, tensor in moments.items()}
+    fields = {"run": run, "step": state.step, "best": state.best, "log": state.records}
+    write_durably(work / CHECKPOINT, tensors, fields, previous=work / PREVIOUS)
 
 
-def _restore(
-    work: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer
-) -> tuple[int, float, list[dict[str, float]]]:
-    path = work / "checkpoint.safetensors"
-    if not path.exists():
-        return 0, math.inf, []
-    state = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+def _restore(work: Path, run: dict[str, Any], model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> State:
+    """Fills model and optimizer from the newest whole checkpoint of this training, if there is one."""
+    saved = _newest(work, run)
+    if saved is None:
+        return State()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(state[f"model.{name}"])
+            parameter.copy_(saved.tensors[f"model.{name}"])
     adam: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in state.items():
+    for name, tensor in saved.tensors.items():
         if name.startswith("adam."):
             _, index, moment = name.split(".")
             adam.setdefault(int(index), {})[moment] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": adam})
-    return int(metadata["step"]), float(metadata["best"]), json.loads(metadata["log"])
+    return State(
+        step=saved.fields["step"],
+        best=saved.fields["best"],
+        weights={name: saved.tensors[f"best.{name}"] for name, _ in model.named_parameters()},
+        records=saved.fields["log"],
+    )
+
+
+def _newest(work: Path, run: dict[str, Any]) -> Saved | None:
+    """Returns the newest checkpoint that is whole and of this ``run``; any other is deleted, and said in the log."""
+    for path in (work / CHECKPOINT, work / PREVIOUS):
+        try:
+            saved = read_checked(path)
+            if saved.fields["run"] != run:
+                raise DamagedFileError(f"{path} is the checkpoint of another text or of other settings")
+        except FileNotFoundError:
+            continue
+        except DamagedFileError as error:
+            log.warning("%s: it is deleted", error)
+            path.unlink()
+            continue
+        return saved
+    return None
 
 
 def _publish(
-    work: Path,
+    model: LlamaForCausalLM,
+    state: State,
     output: Path,
     tokenizer: PreTrainedTokenizerFast,
     tokens: dict[str, Tensor],
-    records: list[dict[str, float]],
     settings: DemoTraining,
 ) -> Path:
-    model = LlamaForCausalLM.from_pretrained(work / "best", dtype=torch.bfloat16)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    model.to(torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state.weights[name])
     limit = settings.evaluation_tokens
     summary = {
         "settings": asdict(settings),
@@ -238,7 +280,9 @@ def _publish(
         "loss": {
             split: round(mean_loss(model, stream[:limit], settings.positions), 4) for split, stream in tokens.items()
         },
-        "log": records,
+        "log": state.records,
     }
+    model.to(torch.bfloat16).save_pretrained(output)
+    tokenizer.save_pretrained(output)
     (output / "training_log.json").write_text(json.dumps(summary, indent=1) + "\n")
     return output
