@@ -1,5 +1,6 @@
 """Files below the root of a store, on any fsspec file system: every operation persistent, every name checked."""
 
+import asyncio
 import errno
 import os
 import tempfile
@@ -20,9 +21,12 @@ from storage.places import check_uri
 
 T = TypeVar("T")
 
-# Left to itself, s3fs waits on botocore's own retries: 66 s for a dead endpoint, half an hour for one that hangs.
+# Left to themselves, s3fs and botocore both try again: for 15 minutes and more where a server accepts and is silent.
 S3_LIMITS = {"connect_timeout": 5, "read_timeout": 10, "retries": {"total_max_attempts": 1}}
 S3_TRIES = 2  # of one request: a part of an upload that was cut does not cost the whole file
+# aiohttp bounds the wait for an answer, but not that for a server to take the body of a request.
+UPLOAD_SECONDS = 20.0
+SLOWEST_UPLOAD = 1 << 18  # bytes a second, added to it
 
 
 class LeadsElsewhere(ValueError):  # noqa: N818  (a state of the store)
@@ -57,13 +61,13 @@ class Files:
         probe = f"probe-{uuid.uuid4().hex}"
 
         def use() -> None:
-            self.fs.makedirs(self._root, exist_ok=True)
             try:
-                self.fs.pipe_file(self._at(probe), b"probe")
-                self.fs.cat_file(self._at(probe))
-            finally:
-                with suppress(FileNotFoundError):
-                    self.fs.rm_file(self._at(probe))
+                self._pipe(probe, b"probe")
+            except FileNotFoundError:  # asked first, s3fs would wait three times as long for a server that hangs
+                self.fs.makedirs(self._root, exist_ok=True)
+                self._pipe(probe, b"probe")
+            self.fs.cat_file(self._at(probe))
+            self.fs.rm_file(self._at(probe))
 
         try:
             persist(use, "writing and reading a probe", self.uri, self._patience)
@@ -73,6 +77,9 @@ class Files:
             reason = getattr(error, "strerror", None) or first_line(error)
             problem = f"store {self.uri!r} cannot be written to and read ({reason})"
             raise StoreError(f"{problem}: fix its permissions or name another") from None
+        finally:
+            if self.is_local and Path(self._at(probe)).is_file():  # of a disk that was full
+                Path(self._at(probe)).unlink()
 
     def path(self, name: str) -> Path:
         """Returns where a file or folder of a local store lies.
@@ -119,7 +126,7 @@ class Files:
         """
         if not self.is_local:
             yield
-            self._persist(lambda: self.fs.pipe_file(self._at(name), data), f"writing {name}")
+            self._persist(lambda: self._pipe(name, data), f"writing {name}")
             return
         target = self.entry(name)
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
@@ -161,7 +168,7 @@ class Files:
         return {path: size for path, (size, _) in self.infos(name).items()}
 
     def names(self, folder: str) -> list[str]:
-        """Returns the names of the files and folders right in ``folder``, sorted; none if it is absent."""
+        """Returns the names of what lies right in ``folder``, empty for the root, sorted; none if it is absent."""
 
         def listed() -> list[str]:
             if self.is_local:
@@ -177,6 +184,7 @@ class Files:
 
     def remove(self, name: str) -> None:
         """Deletes a file or a folder with all that is in it; nothing if it is absent."""
+        assert name, "the store itself is never deleted"
         if self.is_local:
             entry = self.entry(name)
             if entry.is_dir() and not entry.is_symlink():
@@ -189,7 +197,8 @@ class Files:
 
     def upload(self, file: Path, name: str, patience: Patience | None = None) -> None:
         """Copies a file of this machine into a store elsewhere."""
-        self._persist(lambda: self.fs.put_file(str(file), self._at(name)), f"uploading {name}", patience)
+        size = file.stat().st_size
+        self._persist(lambda: self._send(size, "put_file", str(file), self._at(name)), f"uploading {name}", patience)
 
     def download(self, name: str, file: Path) -> None:
         """Copies a file of a store elsewhere to this machine. Errors: ``FileNotFoundError``."""
@@ -200,8 +209,27 @@ class Files:
 
         self._persist(fetch, f"downloading {name}", disk=str(file.parent))
 
+    def _pipe(self, name: str, data: bytes) -> None:
+        self._send(len(data), "pipe_file", self._at(name), data)
+
+    def _send(self, size: int, method: str, *arguments: Any) -> None:
+        """Calls a method that uploads ``size`` bytes. Errors: ``TimeoutError`` where it would take for ever."""
+        if not self.fs.async_impl:
+            getattr(self.fs, method)(*arguments)
+            return
+        seconds = UPLOAD_SECONDS + size / SLOWEST_UPLOAD
+        sending = asyncio.wait_for(getattr(self.fs, f"_{method}")(*arguments), seconds)
+        future = asyncio.run_coroutine_threadsafe(sending, self.fs.loop)
+        try:
+            future.result()
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"not taken within {seconds:.0f} s") from error
+        except BaseException:
+            future.cancel()
+            raise
+
     def _at(self, name: str) -> str:
-        return f"{self._root}/{check_relative(name)}"
+        return f"{self._root}/{check_relative(name)}" if name else self._root
 
     def _persist(
         self, operation: Callable[[], T], what: str, patience: Patience | None = None, disk: str | None = None

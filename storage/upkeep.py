@@ -117,13 +117,17 @@ def find_garbage(store: Store, needed: Iterable[Place], *, grace_seconds: float)
     for digest in store.files.names("payload"):
         if digest not in alive and _older(store, f"payload/{digest}", oldest):
             names[f"payload/{digest}"] = sum(store.files.sizes(f"payload/{digest}").values())
-    for kind in store.files.names("manifest"):
-        for entry in store.files.names(f"manifest/{kind}"):
-            name = f"manifest/{kind}/{entry}"
+    for folder in ("run", *(f"manifest/{kind}" for kind in store.files.names("manifest"))):
+        for entry in store.files.names(folder):
+            name = f"{folder}/{entry}"
             if entry.endswith(".tmp") and _older(store, name, oldest):  # of a process that was killed
                 names[name] = sum(store.files.sizes(name).values())
-    keys = {key for _, key in kept} | {key for kind, key in manifests if f"manifest/{kind}/{key}.json" not in names}
-    for folder in ("work", "results"):
+    for entry in store.files.names(""):
+        if entry.startswith("probe-") and _older(store, entry, oldest):
+            names[entry] = sum(store.files.sizes(entry).values())
+    made = {key for _, key in manifests}
+    wanted = {"work": {key for _, key in kept} - made, "results": made - {manifest.key for manifest in artifacts}}
+    for folder, keys in wanted.items():
         for entry in store.files.names(folder):
             name = f"{folder}/{entry}"
             if entry.removesuffix(".lock") not in keys and _older(store, name, oldest) and not _locked(store, name):

@@ -120,9 +120,10 @@ class Stage:
         One process of a machine at a time; what another made meanwhile is taken. Errors: whatever the function raises.
         """
         kept = store.work(key)
-        with _alone(kept.path.with_name(kept.path.name + ".lock"), label):
+        with _alone(_lock_of(kept), label):
             made_meanwhile = store.find(self.name, key)
             if made_meanwhile is not None:
+                kept.clear()
                 return made_meanwhile
             kept.fetch()
             finished = kept.path / "finished"  # a publication that failed is tried again without computing again
@@ -210,6 +211,24 @@ def _alone(path: Path, label: str) -> Iterator[None]:
         path.unlink(missing_ok=True)  # who waits for it takes the next one
     finally:
         lock.release()
+
+
+def clear_left(store: Store, key: str) -> None:
+    """Deletes the work of an artifact that is published, left by a run that was killed just then."""
+    kept = store.work(key)
+    lock = _lock_of(kept)
+    if not kept.path.exists() and not lock.exists():
+        return
+    try:
+        with FileLock(lock).acquire(blocking=False):
+            kept.clear()
+            lock.unlink(missing_ok=True)
+    except Timeout:  # it is being computed again
+        return
+
+
+def _lock_of(kept: WorkFolder) -> Path:
+    return kept.path.with_name(kept.path.name + ".lock")
 
 
 def _package_versions() -> dict[str, str]:

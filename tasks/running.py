@@ -28,7 +28,7 @@ from storage.faults import StoreUnavailable
 from storage.manifest import ArtifactRef, RunName
 from storage.runs import Needed, RunRecord, new_run, write_run
 from storage.store import Store
-from tasks.caching import Arguments, Runtime, Stage, split
+from tasks.caching import Arguments, Runtime, Stage, clear_left, split
 from tasks.places import open_store, results_storage
 from tasks.reasons import why
 
@@ -102,6 +102,7 @@ class Stages:
             reason = why(self.store, stage, inputs, settings)
             log.info("%s: computing (%s)", label, reason)
         else:
+            clear_left(self.store, key)
             self._write_result(found, key)
         state = _task_of(stage).with_options(refresh_cache=found is None, result_storage=self._results)(
             key,

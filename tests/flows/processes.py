@@ -74,13 +74,16 @@ class Run:
         self.ended = self.ended or time.monotonic()
         return status
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Returns as soon as ``condition`` holds. Errors: ``AssertionError`` if the process ends first, or in time."""
+    def until(self, condition: Callable[[], bool], pause: float = 0.001) -> None:
+        """Returns as soon as ``condition`` holds, which is asked every ``pause`` seconds.
+
+        Errors: ``AssertionError`` if the process ends first, or the time is up.
+        """
         limit = time.monotonic() + SECONDS
         while not condition():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < limit, self.text()
-            time.sleep(0.001)
+            time.sleep(pause)
 
     def kill(self) -> None:
         """Ends the whole group at once."""
@@ -109,8 +112,9 @@ class Run:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.append((time.monotonic(), line))
+        with self.process.stdout as output:
+            for line in output:
+                self._lines.append((time.monotonic(), line))
 
 
 @contextmanager
@@ -143,12 +147,13 @@ def measured_rows(store: Path) -> list[int]:
 
 def trained_steps(store: Path) -> int:
     """Returns the optimizer steps in the newest checkpoint of an unfinished ``train``, 0 where there is none."""
-    return _saved(store, "training.safetensors", "step")
-
-
-def gathered_sequences(store: Path) -> int:
-    """Returns the sequences in the sums of an unfinished ``gather``, 0 where there are none."""
-    return _saved(store, "grams.safetensors", "sequences")
+    for path in store.glob("work/*/checkpoint/training.safetensors"):
+        try:
+            with safe_open(path, framework="np") as file:
+                return int(json.loads(file.metadata()["state"])["step"])
+        except (FileNotFoundError, SafetensorError):  # the stage ended meanwhile
+            continue
+    return 0
 
 
 def digests(store: Path) -> dict[str, str]:
@@ -171,13 +176,3 @@ def assert_same(folder: Path, reference: Path) -> None:
     assert set(np.unique(grid["status"])) <= {MEASURED, SKIPPED}
     checkpoints = [digest_folder(place / "output" / "checkpoints" / "0.3-kl") for place in (folder, reference)]
     assert checkpoints[0] == checkpoints[1]
-
-
-def _saved(store: Path, name: str, field: str) -> int:
-    for path in store.glob(f"work/*/checkpoint/{name}"):
-        try:
-            with safe_open(path, framework="np") as file:
-                return int(json.loads(file.metadata()["state"])[field])
-        except (FileNotFoundError, SafetensorError):  # the stage ended meanwhile
-            continue
-    return 0

@@ -149,3 +149,19 @@ def test_runs_come_back_newest_first_and_damage_is_said(store: Store, caplog: py
     assert [run.id for run in read_runs(store)] == ["second", "first"]
     assert read_runs(store)[0].needs == (Needed(kind="gather", key="second"),)
     assert "run/third.json is damaged" in caplog.text
+
+
+def test_what_a_kill_left_is_garbage(store: Store, chain: list[ArtifactRef]) -> None:
+    work = store.work("c0")  # of an artifact that is published
+    work.fetch()
+    (work.path / "step").write_text("123")
+    left = ["probe-1", "run/r.json.1.tmp", "manifest/gather/b0.json.1.tmp", "results/gone"]
+    for name in left:
+        (Path(store.uri) / name).parent.mkdir(exist_ok=True)
+        (Path(store.uri) / name).write_text("1")
+    garbage = find_garbage(store, {("bases", "c0"), ("gather", "b1")}, grace_seconds=0)
+    assert set(garbage.names) == {*left, "work/c0"}
+    assert garbage.num_bytes == len(left) + 3
+    delete(store, garbage)
+    assert names(store, ("bases", "c0"), ("gather", "b1")) == set()
+    assert verify(store) == (4, [])
