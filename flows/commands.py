@@ -128,7 +128,11 @@ class StoreVerify(StoreOptions):
 class StoreGc(StoreOptions):
     """Say what nobody needs any more, and delete it with --delete."""
 
-    last: int | None = Field(None, ge=1, description="Keep what this many runs, the newest, need.")
+    last: int | None = Field(
+        None,
+        ge=1,
+        description="Keep what this many finished runs, the newest, need. Unfinished ones are kept for 7 days.",
+    )
     report: tuple[Path, ...] = Field((), description="Keep what this report.json needs, may be repeated.")
     grace_hours: float = Field(
         1.0,

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.config import CompressConfig
 from flows.graph import Built, build, prepare
-from tasks.artifacts import write_json
+from storage.files import move_aside, renamed, write_whole
 from tasks.report import REPORT, markdown, table
 from tasks.running import Stages
 
@@ -47,9 +48,9 @@ def write_output(config: CompressConfig, stages: Stages, built: Built, started: 
     content["config"] = config.model_dump(mode="json")
     content["seconds"] = round(time.monotonic() - started, 2)  # without imports and Prefect's start
     text = markdown(content)
-    write_json(config.output / REPORT, content)
-    (config.output / "report.md").write_text(text, encoding="utf-8")
-    (config.output / CONFIG).write_text(yaml.safe_dump(content["config"], sort_keys=False), encoding="utf-8")
+    write_whole(config.output / REPORT, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_whole(config.output / "report.md", text)
+    write_whole(config.output / CONFIG, yaml.safe_dump(content["config"], sort_keys=False))
     create_markdown_artifact(
         "\n".join(table(content)), key="compression", description=f"{config.model.name_or_path}, compressed"
     )
@@ -57,8 +58,8 @@ def write_output(config: CompressConfig, stages: Stages, built: Built, started: 
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Puts a copy of ``source`` in the place of ``target``; another run may do the same."""
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
     shutil.copytree(source, temporary)
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+    while not renamed(temporary, target):
+        move_aside(target)

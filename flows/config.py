@@ -201,7 +201,9 @@ class CompressConfig(Section):
     device: str = Field(
         "auto", description="auto: an accelerator if there is one, else the CPU; or cpu, cuda, cuda:1, mps."
     )
-    micro_batch: int = Field(4, ge=1, description="Sequences a forward pass; changes memory and speed, not the result.")
+    micro_batch: int = Field(
+        4, ge=1, description="Sequences a forward pass; changes memory and speed, the result by rounding."
+    )
     teacher_cache_gib: float = Field(
         8.0, ge=0, description="Keep the dense model's outputs on the training set in the store up to this size."
     )

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from storage.files import write_whole
+
 SPLITS = ("train", "validation", "test")
 EXCLUDED_FOLDERS = {
     "test",
@@ -100,5 +102,7 @@ def write_splits(documents: Iterator[Document], folder: Path) -> dict[str, Path]
         )
     paths = {split: folder / f"{split}.jsonl" for split in SPLITS}
     for split, path in paths.items():
-        path.write_text("\n".join(lines[split]) + "\n", encoding="utf-8")
+        text = "\n".join(lines[split]) + "\n"
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:  # another run may be reading it
+            write_whole(path, text)
     return paths

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from storage.faults import StoreError
 from storage.manifest import InputRecord, Manifest
-from storage.runs import read_runs
+from storage.runs import kept_runs, read_runs
 from storage.store import Store
 from storage.upkeep import Origin, delete, find_garbage, find_key, origins, verify
 from tasks.places import open_store
@@ -86,20 +86,21 @@ def collect(
     if last is None and not reports:
         raise ValueError("say what to keep: --last N for the newest N runs, --report PATH for what a report needs")
     store = _existing(place)
-    runs = read_runs(store)[: last or 0]
+    runs = kept_runs(read_runs(store), last or 0)
     needed = {(need.kind, need.key) for run in runs for need in run.needs}
     for path in reports:
         needed |= _needs_of(path)
     garbage = find_garbage(store, needed, grace_seconds=3600 * grace_hours)
     if delete_:
-        delete(store, garbage)
+        delete(store, garbage, grace_seconds=3600 * grace_hours)
     if as_json:
         listed = [{"kind": manifest.kind, "key": manifest.key} for manifest in garbage.artifacts]
         facts = {"artifacts": listed, "names": garbage.names, "num_bytes": garbage.num_bytes, "deleted": delete_}
         print(json.dumps(facts))
         return
     for run in runs:
-        print(f"keeping what run {run.name} of {run.started[:19]} needs: {len(run.needs)} artifacts")
+        state = "" if run.finished else ", which is not finished,"
+        print(f"keeping what run {run.name} of {run.started[:19]}{state} needs: {len(run.needs)} artifacts")
     for path in reports:
         print(f"keeping what {path} needs")
     for kind, count in sorted(Counter(manifest.kind for manifest in garbage.artifacts).items()):

@@ -28,7 +28,7 @@ from lsp_core.units import Unit
 
 Objective = Literal["kl", "task"]
 LARGEST_LOSS = 700.0  # nats; the perplexity of a greater one is no float64
-HINTS = ("micro_batch", "checkpoint_steps", "checkpoint_minutes")  # settings that do not change the result
+HINTS = ("micro_batch", "checkpoint_steps", "checkpoint_minutes")  # settings that change the result by rounding at most
 
 
 class TrainingProgress(Protocol):
@@ -45,7 +45,7 @@ class TrainingSettings:
     objective: Objective = "kl"
     epochs: int = 10
     batch_sequences: int = 16  # sequences an optimizer step
-    micro_batch: int = 4  # sequences a forward pass; changes memory, not the result
+    micro_batch: int = 4  # sequences a forward pass; changes memory, and the result by rounding alone
     warmup_fraction: float = 0.05  # of all steps, linear, before the cosine
     modulation_epochs: float = 1.0  # alpha ramps from 0 to 1 over these
     dropout: float = 0.05  # probability that a removed direction is kept in a step

@@ -257,6 +257,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of this machine such that nobody ever reads a part of it."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def renamed(source: Path, target: Path) -> bool:
     """Renames ``source`` to ``target`` and returns True, or returns False where there is a ``target`` already."""
     try:

@@ -63,11 +63,15 @@ class RunName(Record):
 
 
 class Lineage(Record):
-    """Where an artifact comes from; ``stage`` is the function, ``seconds`` the time it took."""
+    """Where an artifact comes from; ``stage`` is the function, ``seconds`` the time it took.
+
+    ``hints``: artifacts that were read and cannot have changed the result.
+    """
 
     stage: str
     version: int
     inputs: dict[str, InputRecord]
+    hints: dict[str, InputRecord] = {}
     settings: dict[str, Any]
     packages: dict[str, str]
     device: str

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-CREDENTIALS = re.compile(r"//[^/@\s]*@|[?#]")
+CREDENTIALS = re.compile(r"//[^/@\s]*@|//[^@\s]*:[^@\s]*@|[?#]")  # a secret key may hold slashes
 
 
 def cache_folder() -> Path:

@@ -1,7 +1,7 @@
 """A memory of file digests, so that a large model is not hashed at each run.
 
-A file is taken for unchanged if path, device, inode, size, mtime and ctime are those it was hashed with. Whatever has
-changed it since then has moved its ctime, which no program can set.
+A file is taken for unchanged if path, device, inode, size, mtime and ctime are those it was hashed with. A write moves
+the ctime, which no program can set; one through a memory map may do so late, and ``verify`` is the remedy.
 """
 
 import logging

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.digest import digest_bytes, digest_file, digest_folder
-from storage.faults import Patience, StoreError, first_line, full, is_full
+from storage.faults import Patience, StoreError, first_line
 from storage.files import Files, LeadsElsewhere, move_aside, renamed, sync_folder
 from storage.manifest import ArtifactRef, FileFacts, Lineage, Manifest
 from storage.places import cache_folder
@@ -55,6 +55,7 @@ class Store:
         self.files = Files(uri, options, patience or Patience(), writable=writable)
         self.uri = self.files.uri
         self.verify = verify
+        self._writable = writable
         self._verified: set[str] = set()  # digests of payloads
 
     def find(self, kind: str, key: str) -> ArtifactRef | None:
@@ -91,9 +92,13 @@ class Store:
 
         Two publishers of one key both succeed and leave one artifact. Errors: ``StoreError``.
         """
-        _refuse_links(folder)
-        digest, found = digest_folder(folder)
-        files = {name: FileFacts(sha256=sha256, size=size) for name, (sha256, size) in found.items()}
+        return self.publish_digested(kind, key, folder, digest_output(folder), lineage)
+
+    def publish_digested(
+        self, kind: str, key: str, folder: Path, digested: tuple[str, dict[str, FileFacts]], lineage: Lineage
+    ) -> ArtifactRef:
+        """Publishes as ``publish`` does what ``digest_output`` has digested."""
+        digest, files = digested
         manifest = Manifest(
             kind=kind,
             key=key,
@@ -226,17 +231,17 @@ class Store:
         try:
             for name in manifest.files:
                 self.files.download(f"payload/{manifest.digest}/{name}", partial / name)
+            problem = _local_problem(partial, manifest.files, verify=True)
+            if problem is not None:
+                log.warning("%s %s is damaged in the store: %s", manifest.kind, manifest.key[:12], problem)
+                if self._writable:
+                    self.withdraw(manifest.kind, manifest.key)
+                raise self._missing(manifest.kind, manifest.key)
+            renamed(partial, target)  # unless another process was faster
         except FileNotFoundError:
-            shutil.rmtree(partial)
             raise self._missing(manifest.kind, manifest.key) from None
-        problem = _local_problem(partial, manifest.files, verify=True)
-        if problem is not None:
-            shutil.rmtree(partial)
-            log.warning("%s %s is damaged in the store: %s", manifest.kind, manifest.key[:12], problem)
-            self.withdraw(manifest.kind, manifest.key)
-            raise self._missing(manifest.kind, manifest.key)
-        if not renamed(partial, target):
-            shutil.rmtree(partial)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _move_payload(self, manifest: Manifest, folder: Path) -> None:
         for name in manifest.files:
@@ -245,27 +250,15 @@ class Store:
             os.utime(folder / name)  # what was written just now is safe from gc
         target = self.files.entry(f"payload/{manifest.digest}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        if folder.stat().st_dev != target.parent.stat().st_dev:
-            folder = self._copied_to_its_disk(folder, target)
         while not renamed(folder, target):
             if self.problem(manifest, verify=True) is None:  # published before, or by another process meanwhile
+                for name in manifest.files:
+                    os.utime(target / name)
                 shutil.rmtree(folder)
                 break
             log.warning("payload %s is damaged and replaced", manifest.digest[:12])
             self.files.remove(f"payload/{manifest.digest}")
         sync_folder(target.parent)
-
-    def _copied_to_its_disk(self, folder: Path, target: Path) -> Path:
-        copy = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            shutil.copytree(folder, copy)
-        except OSError as error:
-            shutil.rmtree(copy)
-            if is_full(error):
-                raise full(self.uri, f"copying {folder}") from error
-            raise
-        shutil.rmtree(folder)
-        return copy
 
     def _cache_folder(self) -> Path:
         return cache_folder() / digest_bytes(self.uri.encode())[:16]
@@ -273,6 +266,16 @@ class Store:
 
 def _manifest_name(kind: str, key: str) -> str:
     return f"manifest/{kind}/{key}.json"
+
+
+def digest_output(folder: Path) -> tuple[str, dict[str, FileFacts]]:
+    """Returns the digest of what is to be published, and its files by name.
+
+    Errors: ``StoreError`` for what is neither a file nor a folder.
+    """
+    _refuse_links(folder)
+    digest, found = digest_folder(folder)
+    return digest, {name: FileFacts(sha256=sha256, size=size) for name, (sha256, size) in found.items()}
 
 
 def _refuse_links(folder: Path) -> None:

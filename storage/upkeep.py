@@ -69,7 +69,7 @@ def origins(store: Store, manifest: Manifest) -> Iterator[Origin]:
     listed: set[Place] = {(manifest.kind, manifest.key)}
 
     def below(parent: Manifest, depth: int) -> Iterator[Origin]:
-        for name, record in sorted(parent.lineage.inputs.items()):
+        for name, record in sorted((parent.lineage.inputs | parent.lineage.hints).items()):
             found, seen = None, False
             if record.kind is not None and record.key is not None:
                 place = (record.kind, record.key)
@@ -101,9 +101,13 @@ class Garbage:
 def find_garbage(store: Store, needed: Iterable[Place], *, grace_seconds: float) -> Garbage:
     """Returns what is neither in ``needed`` nor an input, however far back, of what is.
 
-    Whatever was written within ``grace_seconds`` stays, as does work that a process has locked.
+    Whatever was written within ``grace_seconds`` stays, as does work that a process has locked. Errors: ``StoreError``
+    while a manifest does not read: nobody knows what it belongs to.
     """
     manifests = {(manifest.kind, manifest.key): manifest for manifest in store.manifests()}
+    unread = [f"{kind} {key[:12]}" for kind, key in store.places() if (kind, key) not in manifests]
+    if unread:
+        raise StoreError(f"{store.uri!r}: the manifests of {', '.join(unread)} do not read: run `store verify` first")
     kept = _with_inputs(set(needed), manifests)
     oldest = time.time() - grace_seconds
     artifacts, alive, names = [], set(), {}
@@ -135,9 +139,20 @@ def find_garbage(store: Store, needed: Iterable[Place], *, grace_seconds: float)
     return Garbage(artifacts=artifacts, names=names)
 
 
-def delete(store: Store, garbage: Garbage) -> None:
-    """Deletes it, manifests first: nothing is ever seen that is half there."""
+def delete(store: Store, garbage: Garbage, *, grace_seconds: float) -> None:
+    """Deletes it, manifests first: nothing is ever seen that is half there.
+
+    What has been written since it was found, or is part of an artifact by now, stays.
+    """
+    oldest = time.time() - grace_seconds
+    alive: set[str] | None = None
     for name in sorted(garbage.names, key=lambda name: not name.startswith("manifest/")):
+        if not _older(store, name, oldest) or _locked(store, name):
+            continue
+        if name.startswith("payload/"):
+            alive = {manifest.digest for manifest in store.manifests()} if alive is None else alive
+            if name.removeprefix("payload/") in alive:
+                continue
         store.files.remove(name)
 
 
@@ -161,7 +176,7 @@ def _older(store: Store, name: str, oldest: float) -> bool:
 
 
 def _locked(store: Store, name: str) -> bool:
-    if not store.files.is_local:
+    if not store.files.is_local or not name.startswith("work/"):
         return False
     path = store.files.path(name.removesuffix(".lock") + ".lock")
     if not path.exists():

@@ -1,10 +1,12 @@
 """Resumable work under one key: a folder of this machine, on a store elsewhere kept there as well.
 
-On a local store the folder lies in the store. Otherwise the store's copy is the truth: another machine may have gone
-on from it. Files are copied in the order in which they were written, each appearing whole.
+On a local store the folder lies in the store. Otherwise whichever copy of a file was written later is gone on from:
+another machine may have come further, or the store may have been out of reach. Files are copied in the order in which
+they were written, each appearing whole.
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -14,7 +16,8 @@ from storage.files import Files
 
 log = logging.getLogger(__name__)
 
-UNKEPT = ("output", "finished")  # made anew, or published from this machine
+FINISHED = "finished-"  # and a digest: a folder that waits to be published, from this machine
+OUTPUT = "output"  # made anew
 ONCE = Patience(attempts=1)  # the next call of ``keep`` is the next try
 
 
@@ -41,22 +44,27 @@ class WorkFolder:
                 path.unlink()
         if self._files.is_local:
             return
-        there = [name for name in self._files.sizes(self._name) if _is_resumable(name)]
-        if there:
-            for path in self._resumable():
-                path.unlink()
-        for name in there:
-            self._files.download(f"{self._name}/{name}", self.path / name)
-        self._kept = self._states()
+        for name, (_, written) in self._files.infos(self._name).items():
+            if _is_resumable(name):
+                self._fetch_one(name, written)
+
+    def _fetch_one(self, name: str, written: float) -> None:
+        here = self.path / name
+        if here.exists() and here.stat().st_mtime > written:
+            return
+        partial = here.with_name(f"{here.name}.tmp")
+        self._files.download(f"{self._name}/{name}", partial)
+        os.utime(partial, (written, written))
+        partial.replace(here)
+        self._kept[name] = _state(here)
 
     def keep(self) -> None:
         """Copies what changed to the store; a store that does not answer is said in the log, and the work goes on."""
         if self._files.is_local:
             return
         states = self._states()
-        changed = sorted(
-            (name for name, state in states.items() if self._kept.get(name) != state), key=lambda name: states[name][1]
-        )
+        changed = [name for name, state in states.items() if self._kept.get(name) != state]
+        changed.sort(key=lambda name: (states[name][1], name))
         try:
             for name in changed:
                 self._files.upload(self.path / name, f"{self._name}/{name}", ONCE)
@@ -77,10 +85,20 @@ class WorkFolder:
                 yield path
 
     def _states(self) -> dict[str, tuple[int, int]]:
-        facts = {path.relative_to(self.path).as_posix(): path.stat() for path in self._resumable()}
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in facts.items()}
+        return {path.relative_to(self.path).as_posix(): _state(path) for path in self._resumable()}
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_resumable(name: str) -> bool:
     path = PurePosixPath(name)
-    return path.parts[0] not in UNKEPT and path.suffix != ".tmp" and ".." not in path.parts and not path.is_absolute()
+    return (
+        path.parts[0] != OUTPUT
+        and not path.parts[0].startswith(FINISHED)
+        and path.suffix != ".tmp"
+        and ".." not in path.parts
+        and not path.is_absolute()
+    )

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 
 from storage.digest import stage_key
 from storage.faults import full, is_full
-from storage.manifest import ArtifactRef, InputRecord, Lineage, RunName
-from storage.store import Store
-from storage.work import WorkFolder
+from storage.manifest import ArtifactRef, FileFacts, InputRecord, Lineage, RunName
+from storage.store import Store, digest_output
+from storage.work import FINISHED, OUTPUT, WorkFolder
 from tasks.progress import Progress
 from tasks.versions import recorded_version
 
@@ -42,6 +42,10 @@ class Source(BaseModel):
     def facts(self) -> dict[str, Any]:
         """Returns what a manifest tells of it, for people and to explain a miss."""
         return {}
+
+    def current_digest(self) -> str:
+        """Returns the digest of its content as it is now."""
+        return self.digest
 
 
 class Runtime(BaseModel):
@@ -126,31 +130,34 @@ class Stage:
                 kept.clear()
                 return made_meanwhile
             kept.fetch()
-            finished = kept.path / "finished"  # a publication that failed is tried again without computing again
             started = time.monotonic()
-            if not finished.is_dir():
-                output = kept.path / "output"
+            digested = _finished_before(kept.path, label)
+            if digested is None:
+                output = kept.path / OUTPUT
                 shutil.rmtree(output, ignore_errors=True)
                 output.mkdir()
                 work = Work(store=store, label=label, output=output, scratch=kept.path, runtime=runtime, kept=kept)
                 try:
                     self.function(work, **inputs, **settings, **hints)
+                    _check_sources(inputs)
+                    digested = digest_output(output)
                 except Exception as error:
                     if is_full(error):
                         raise full(str(kept.path), label) from error
                     raise
-                output.rename(finished)
+                output.rename(_finished(kept.path, digested[0]))
             lineage = Lineage(
                 stage=self.function.__name__,
                 version=self.version,
                 inputs=input_records(inputs),
+                hints=input_records({name: hint for name, hint in hints.items() if isinstance(hint, ArtifactRef)}),
                 settings=settings,
                 packages=_package_versions(),
                 device=runtime.device,
                 run=run,
                 seconds=round(time.monotonic() - started, 3),
             )
-            ref = store.publish(self.name, key, finished, lineage)
+            ref = store.publish_digested(self.name, key, _finished(kept.path, digested[0]), digested, lineage)
             kept.clear()
             return ref
 
@@ -194,6 +201,28 @@ def _references(value: Any, path: str) -> Iterator[tuple[str, ArtifactRef | Sour
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _references(item, f"{path}.{index}")
+
+
+def _check_sources(inputs: Mapping[str, Any]) -> None:
+    for name, ref in references(inputs):
+        if isinstance(ref, Source) and ref.current_digest() != ref.digest:
+            raise ValueError(f"{name} has changed on disk since this run began: run the same command again")
+
+
+def _finished(scratch: Path, digest: str) -> Path:
+    """Returns the folder of what is computed and not yet published: such a publication is tried again as it is."""
+    return scratch / f"{FINISHED}{digest}"
+
+
+def _finished_before(scratch: Path, label: str) -> tuple[str, dict[str, FileFacts]] | None:
+    """Returns what an earlier attempt finished and did not publish, digested; None without that."""
+    for folder in scratch.glob(f"{FINISHED}*"):
+        digested = digest_output(folder)
+        if folder == _finished(scratch, digested[0]):
+            return digested
+        log.warning("%s: what an earlier attempt finished is damaged: it is computed again", label)
+        shutil.rmtree(folder)
+    return None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lsp_core.gram import NonFiniteError
 from lsp_core.modeling import load_compressed
 from lsp_core.sensitivity import Sensitivity
-from storage.digest import digest_folder
+from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.manifest import ArtifactRef
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_json, read_tokens, write_json
@@ -32,6 +32,9 @@ class TaskFolder(Source):
     def facts(self) -> dict[str, Any]:
         return {"name": self.folder}
 
+    def current_digest(self) -> str:
+        return _digest_tasks(Path(self.folder))
+
 
 def find_task_folder(folder: Path | None) -> TaskFolder | None:
     """Returns the folder of local lm-eval tasks with its content digested.
@@ -42,7 +45,14 @@ def find_task_folder(folder: Path | None) -> TaskFolder | None:
         return None
     if not folder.is_dir():
         raise ValueError(f"evaluation.task_folder={str(folder)!r}: there is no such folder")
-    return TaskFolder(folder=str(folder.resolve()), digest=digest_folder(folder)[0])
+    return TaskFolder(folder=str(folder.resolve()), digest=_digest_tasks(folder.resolve()))
+
+
+def _digest_tasks(folder: Path) -> str:
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return digest_bytes(
+        canonical_json({path.relative_to(folder).as_posix(): digest_file(path) for path in files}).encode()
+    )
 
 
 @stage()
@@ -66,7 +76,8 @@ def evaluate(
 
     Of the merged ``checkpoint``, of the untrained model (NoLSP) that ``bases`` and ``allocation`` give, or of the dense
     model. With ``kl_tokens``, also the KL, in nats per token, of that allocation as a whole. ``harness`` is lm-eval's
-    version, there to be keyed; a hub task's data is not pinned.
+    version, there to be keyed. The data of a hub task, and files outside the
+    task folder that a task names, are not pinned.
     """
     result: dict[str, Any] = {}
     if checkpoint is not None:

@@ -11,7 +11,7 @@ from lsp_core.modeling import save_compressed
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors
 from tasks.allocate import read_removed
-from tasks.artifacts import read_bases, write_json
+from tasks.artifacts import read_bases, read_units, write_json
 from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model, load_tokenizer
 
@@ -28,7 +28,7 @@ LOGIT_TOLERANCE = {
 @stage()
 def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: ArtifactRef, tolerance: float) -> None:
     """Publishes a checkpoint folder that ``load_compressed`` reads, with the tokenizer and a report of the merge."""
-    units, _ = read_bases(work, bases)
+    units = read_units(work.folder(bases))
     loaded = load_model(model)
     vectors = load_tensors(work.folder(projectors))
     probe = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size

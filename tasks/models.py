@@ -19,25 +19,23 @@ from transformers import (
 )
 
 from storage.digest import canonical_json, digest_bytes, digest_file
+from storage.remembered import DigestMemory
 from tasks.caching import Source
 from tasks.hub import commit_of
 
 log = logging.getLogger(__name__)
 
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-INDEX_PATTERNS = ("*.index.json",)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
+WEIGHTS = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+SHARD_PATTERNS = ("*.safetensors", "pytorch_model*.bin")  # of the two, to be downloaded
+VOCABULARY_PATTERNS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.codes", "*.tokenizer")
+TOKENIZER_PATTERNS = (
+    *VOCABULARY_PATTERNS,
     "special_tokens_map.json",
     "added_tokens.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    "byte_maps.json",
+    "emoji.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 CODE_PATTERNS = ("*.py",)
@@ -48,6 +46,9 @@ class TokenizerSource(Source):
 
     folder: str
     trust_remote_code: bool = False
+
+    def current_digest(self) -> str:
+        return _tokenizer_digest(Path(self.folder), self.trust_remote_code, DigestMemory().digest)
 
 
 class ModelSource(Source):
@@ -74,6 +75,11 @@ class ModelSource(Source):
     def facts(self) -> dict[str, Any]:
         return {"name": self.name, "revision": self.revision, **self.parts}
 
+    def current_digest(self) -> str:
+        weights, _ = _weights(Path(self.folder))
+        parts = _parts(Path(self.folder), weights, self.dtype, self.trust_remote_code, DigestMemory().digest)
+        return digest_bytes(canonical_json(parts).encode())
+
 
 def find_model(
     name_or_path: str,
@@ -92,31 +98,16 @@ def find_model(
     config, weights or tokenizer.
     """
     folder, commit = _locate(name_or_path, revision, partly=partly)
-    weights = _files(folder, WEIGHT_PATTERNS)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is not a model folder")
-    if not weights and not partly:
-        raise ValueError(
-            f"{folder} holds no weights ({' or '.join(WEIGHT_PATTERNS)}): copy them there or name another folder"
-        )
-    tokenizer_files = _files(folder, TOKENIZER_FILES)
-    if not tokenizer_files and not partly:
-        raise ValueError(
-            f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES[:3])}): save the model's tokenizer there"
-        )
-    safetensors = [path for path in weights if path.suffix == ".safetensors"]
-    weights = safetensors or weights
-    code = _files(folder, CODE_PATTERNS) if trust_remote_code else []
-    config = folder / "config.json"  # it may choose the tokenizer's class
+    weights, missing = _weights(folder)
+    if missing and not partly:
+        raise ValueError(f"{folder} holds no {', '.join(missing)}: copy the weights there or name another folder")
+    has_tokenizer = bool(_files(folder, VOCABULARY_PATTERNS))
+    if not has_tokenizer and not partly:
+        raise ValueError(f"{folder} holds no tokenizer (tokenizer.json, ...): save the model's tokenizer there")
     resolved = _resolve_dtype(folder, dtype, device)
-    parts = {
-        "config": _digest(_files(folder, CONFIG_FILES), digest),
-        "weights": _digest([*weights, *_files(folder, INDEX_PATTERNS)], digest),
-        "tokenizer": _digest([*tokenizer_files, config, *code], digest),
-        "code": _digest(code, digest),
-        "dtype": resolved,
-    }
-    lacks = None if weights else f"the weights of {name_or_path} are there"
+    parts = _parts(folder, weights, resolved, trust_remote_code, digest)
     return ModelSource(
         name=name_or_path,
         folder=str(folder),
@@ -126,12 +117,12 @@ def find_model(
         num_bytes=sum(path.stat().st_size for path in weights),
         trust_remote_code=trust_remote_code,
         digest=digest_bytes(canonical_json(parts).encode()),
-        lacks=lacks,
+        lacks=f"the weights of {name_or_path} are there" if missing else None,
         tokenizer=TokenizerSource(
             folder=str(folder),
             digest=parts["tokenizer"],
             trust_remote_code=trust_remote_code,
-            lacks=None if tokenizer_files else f"the tokenizer of {name_or_path} is there",
+            lacks=None if has_tokenizer else f"the tokenizer of {name_or_path} is there",
         ),
     )
 
@@ -236,28 +227,74 @@ def _locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[P
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
     commit = commit_of("model", name_or_path, revision)
-    small = [*INDEX_PATTERNS, *TOKENIZER_FILES, *CONFIG_FILES, *CODE_PATTERNS]
+    small = [*(index for _, index in WEIGHTS), *TOKENIZER_PATTERNS, *CONFIG_FILES, *CODE_PATTERNS]
     folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=small))
     if not partly:  # what was downloaded before is linked into the same folder
-        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, WEIGHT_PATTERNS[0]]))
-        if not _files(folder, WEIGHT_PATTERNS):
-            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, WEIGHT_PATTERNS[1]]))
+        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, SHARD_PATTERNS[0]]))
+        if _weights(folder)[1]:
+            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, SHARD_PATTERNS[1]]))
     log.info("%s is at commit %s", name_or_path, commit)
     return folder, commit
+
+
+def _weights(folder: Path) -> tuple[list[Path], list[str]]:
+    """Returns the files that the weights are loaded from, an index included, and the names of those not there.
+
+    Errors: ``ValueError`` for an index that does not read or names files outside the folder.
+    """
+    for single, index in WEIGHTS:
+        if (folder / single).is_file():
+            return [folder / single], []
+        if (folder / index).is_file():
+            try:
+                names = sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise ValueError(f"{folder / index} is no index of weights: copy it there again") from None
+            for name in names:
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise ValueError(f"{folder / index} names the file {name!r}, which is not right in that folder")
+            return (
+                [folder / index, *(folder / name for name in names if (folder / name).is_file())],
+                [name for name in names if not (folder / name).is_file()],
+            )
+    return [], [" or ".join(single for single, _ in WEIGHTS)]
+
+
+def _parts(
+    folder: Path, weights: list[Path], dtype: str, trust_remote_code: bool, digest: Callable[[Path], str]
+) -> dict[str, str]:
+    return {
+        "config": _digest(folder, _files(folder, CONFIG_FILES), digest),
+        "weights": _digest(folder, weights, digest),
+        "tokenizer": _tokenizer_digest(folder, trust_remote_code, digest),
+        "code": _digest(folder, _code(folder, trust_remote_code), digest),
+        "dtype": dtype,
+    }
+
+
+def _tokenizer_digest(folder: Path, trust_remote_code: bool, digest: Callable[[Path], str]) -> str:
+    config = folder / "config.json"  # it may choose the tokenizer's class
+    code = _code(folder, trust_remote_code)
+    return _digest(folder, [*_files(folder, TOKENIZER_PATTERNS), config, *code], digest)
+
+
+def _code(folder: Path, trust_remote_code: bool) -> list[Path]:
+    return _files(folder, CODE_PATTERNS) if trust_remote_code else []
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _digest(files: list[Path], digest: Callable[[Path], str]) -> str:
-    return digest_bytes(canonical_json({path.name: digest(path) for path in files}).encode())
+def _digest(folder: Path, files: list[Path], digest: Callable[[Path], str]) -> str:
+    digests = {path.relative_to(folder).as_posix(): digest(path) for path in files}
+    return digest_bytes(canonical_json(digests).encode())
 
 
 def _resolve_dtype(folder: Path, dtype: str, device: str) -> str:
     if dtype != "auto":
         return dtype
-    if device == "cpu":
+    if torch.device(device).type == "cpu":
         return "float32"
     config = json.loads((folder / "config.json").read_text())
     stored: str = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -234,10 +234,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, records: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        temporary.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): the rates are measured again next time", path, error.strerror)
 
 
 def _cpu_name() -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from storage.digest import canonical_json
 from storage.manifest import InputRecord, Manifest
 from storage.store import ArtifactMissing, Store
 from tasks.caching import Arguments, Stage, input_records
@@ -53,7 +54,7 @@ def _changes(manifest: Manifest, stage: Stage, inputs: Mapping[str, InputRecord]
 
 def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys((*old, *new)):
-        if old.get(name) != new.get(name):
+        if (name in old, canonical_json(old.get(name))) != (name in new, canonical_json(new.get(name))):
             yield f"{name} {_short(old.get(name))} → {_short(new.get(name))}"
 
 

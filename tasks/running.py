@@ -35,6 +35,7 @@ from tasks.reasons import why
 log = logging.getLogger(__name__)
 
 RETRY_DELAYS = [2.0, 20.0]  # seconds
+PLAIN_JSON = JSONSerializer(object_encoder=None, object_decoder=None)  # the default imports the class that JSON names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +117,7 @@ class Stages:
             self._run_name(),
             return_state=True,
         )
-        ref = state.result(raise_on_failure=True)
-        assert isinstance(ref, ArtifactRef)
+        ref = ArtifactRef.model_validate(state.result(raise_on_failure=True))
         seconds = round(time.monotonic() - started, 2)
         self.records.append(
             StageRecord(name=stage.name, label=label, key=key, state=state.name, seconds=seconds, reason=reason)
@@ -127,7 +127,8 @@ class Stages:
         return ref
 
     def close(self) -> None:
-        """Puts on record what this run needed."""
+        """Puts on record that this run is at its end, and what it needed."""
+        self.run_record = self.run_record.model_copy(update={"finished": True})
         write_run(self.store, self.run_record)
 
     def _need(self, kind: str, key: str, *, on_record: bool) -> None:
@@ -140,12 +141,14 @@ class Stages:
         return RunName(id=self.run_record.id, name=self.run_record.name)
 
     def _write_result(self, ref: ArtifactRef, key: str) -> None:
+        """Writes Prefect's record of a result, whatever is there: a record that somebody else wrote is never read."""
         storage: Any = self._results
         if isinstance(storage, Path):
             storage = LocalFileSystem(basepath=str(storage))
         assert isinstance(storage, (LocalFileSystem, RemoteFileSystem))
-        results = ResultStore(result_storage=storage, serializer=JSONSerializer(), cache_result_in_memory=False)
-        results.write(ref, key=_result_key(key))
+        results = ResultStore(result_storage=storage, serializer=PLAIN_JSON, cache_result_in_memory=False)
+        record = results.create_result_record(ref.model_dump(), key=_result_key(key))
+        self.store.files.write(_result_key(key), record.serialize())
 
 
 def _task_of(stage: Stage) -> Task[..., Any]:
@@ -159,9 +162,9 @@ def _task_of(stage: Stage) -> Task[..., Any]:
         settings: Arguments,
         hints: Arguments,
         run: RunName,
-    ) -> ArtifactRef:
+    ) -> dict[str, Any]:
         store = open_store(place, verify=verify)
-        return stage.compute(store, key, label, runtime, inputs, settings, hints, run)
+        return stage.compute(store, key, label, runtime, inputs, settings, hints, run).model_dump()
 
     body.__doc__ = stage.__doc__
     return task(
@@ -171,7 +174,7 @@ def _task_of(stage: Stage) -> Task[..., Any]:
         version=str(stage.version),
         cache_policy=StoreDecides(),
         persist_result=True,
-        result_serializer="json",
+        result_serializer=PLAIN_JSON,
         cache_result_in_memory=False,
         retries=len(RETRY_DELAYS),
         retry_delay_seconds=RETRY_DELAYS,

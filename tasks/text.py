@@ -12,6 +12,7 @@ import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from storage.digest import canonical_json, digest_bytes, digest_file
+from storage.remembered import DigestMemory
 from tasks.caching import Source
 from tasks.hub import commit_of
 
@@ -35,6 +36,12 @@ class TextOrigin(Source):
     @property
     def name(self) -> str:
         return self.path or f"{self.dataset} ({self.split})"
+
+    def current_digest(self) -> str:
+        if self.path is None:  # a commit does not change
+            return self.digest
+        memory = DigestMemory()
+        return find_text(path=Path(self.path), field=self.field, separator=self.separator, digest=memory.digest).digest
 
     def facts(self) -> dict[str, Any]:
         return {"name": self.name, "revision": self.revision, "field": self.field, "separator": self.separator}

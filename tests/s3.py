@@ -4,6 +4,7 @@ import http.client
 import logging
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 
 KEY, SECRET = "AKIARECOGNISABLE0KEY", "recognisable/Secret+of/these/tests"
 ALWAYS = 10**9
+clients_of: dict[str, str] = {}  # the variables that s3fs's cached clients were made with
 
 Kind = Literal[403, 500, 503, 507, "cut", "slow"]
 CODES = {403: "ExpiredToken", 500: "InternalError", 503: "ServiceUnavailable", 507: "XMinioStorageFull"}
@@ -47,17 +49,32 @@ def environment(url: str) -> dict[str, str]:
 
 @contextmanager
 def using(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, and forgets the clients made before with others."""
+    """Sets environment variables and no other of S3's, and forgets the clients that were made with others."""
     from s3fs import S3FileSystem
 
+    wanted = {name: value for name, value in variables.items() if name.startswith("AWS_")}
+    if wanted != clients_of:  # making one takes a second
+        S3FileSystem.clear_instance_cache()
+        clients_of.clear()
+        clients_of.update(wanted)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
-        S3FileSystem.clear_instance_cache()
         yield
-    S3FileSystem.clear_instance_cache()
+
+
+@contextmanager
+def secret_block(uri: str, endpoint: str) -> Iterator[str]:
+    """Gives the name of a Prefect block for ``uri`` that holds everything the environment would."""
+    from prefect.filesystems import RemoteFileSystem
+
+    name = f"secret-store-{uuid.uuid4().hex[:8]}"
+    settings = {"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint}}
+    RemoteFileSystem(basepath=uri, settings=settings).save(name)
+    yield name
+    RemoteFileSystem.delete(name)
 
 
 def contents(bucket: str) -> dict[str, bytes]:
@@ -99,7 +116,12 @@ class Front:
         self.faults.append(Fault(kind=kind, method=method, path=path, times=times, seconds=seconds))
 
     def mend(self) -> None:
+        """Lets every request through from now on, and forgets those it has seen."""
+        if not self._listening:
+            self.listen()
         self.faults.clear()
+        self.seen.clear()
+        self.watch = None
 
     def count(self, method: str, path: str = "") -> int:
         return sum(method == m and path in p for m, p in self.seen)
@@ -113,10 +135,12 @@ class Front:
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
         self._port = self._server.server_port
+        self._listening = True
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def refuse(self) -> None:
         """Refuses connections from now on."""
+        self._listening = False
         self._server.shutdown()
         self._server.server_close()
 

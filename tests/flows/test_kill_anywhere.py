@@ -112,7 +112,7 @@ def kill(run: Run, label: str, delay: float, store: Path, moment: str | None) ->
         run.until(lambda: condition() or label in run.done(), pause)
 
     def publishing() -> bool:
-        return any(store.glob("work/*/finished"))
+        return any(store.glob("work/*/finished-*"))
 
     def manifests() -> int:
         return sum(1 for _ in store.glob("manifest/*/*.json"))
@@ -145,7 +145,7 @@ def what_is_there(store: Path, before: Left, after: Left) -> str:
     """Returns how far the publication of an artifact had come when it was killed."""
     if len(after.artifacts) > len(before.artifacts):
         return "manifest written"
-    if any(store.glob("work/*/finished")):
+    if any(store.glob("work/*/finished-*")):
         return "before its files were moved"
     payloads = {path.name for path in (store / "payload").iterdir() if "." not in path.name}
     return "files without a manifest" if payloads - set(after.artifacts.values()) else "not begun"

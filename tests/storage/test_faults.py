@@ -4,6 +4,7 @@ import errno
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -24,19 +25,25 @@ from tests.storage.samples import FILES, LINEAGE, make_folder, publish, read
 QUICK = Patience(attempts=4, first_wait=0.05, longest_wait=0.2)
 
 
-@pytest.fixture
-def front(s3_server: str, s3_bucket: str) -> Iterator[Front]:
-    """The only way to the S3 server, for this test."""
+@pytest.fixture(scope="module")
+def shared_front(s3_server: str) -> Iterator[Front]:
     front = Front(s3_server)
-    with using(environment(front.url)):
-        yield front
+    yield front
     front.refuse()
 
 
 @pytest.fixture
-def store(front: Front, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+def front(shared_front: Front, tmp_path: Path) -> Iterator[Front]:
+    """The only way to the S3 server, for this test."""
+    shared_front.mend()
+    with using(environment(shared_front.url) | {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
+        yield shared_front
+
+
+@pytest.fixture
+def store(front: Front, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(files, "S3_TRIES", 1)
-    return Store(f"s3://{s3_bucket}/store", patience=QUICK)
+    return Store(f"s3://bucket-{uuid.uuid4().hex}/store", patience=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -190,25 +197,41 @@ def test_a_slow_server_is_waited_for(store: Store, front: Front, tmp_path: Path)
     assert read(store.local(ref)) == FILES
 
 
-def test_a_server_that_hangs_is_given_up(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(files.S3_LIMITS, "read_timeout", 0.2)
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """A server that accepts connections and never says or takes anything."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(100)  # connections are made, and never answered
+        listener.listen(100)
         with using(environment(f"http://127.0.0.1:{listener.getsockname()[1]}")):
-            started = time.monotonic()
-            with pytest.raises(StoreUnavailable, match="Read timeout on endpoint URL"):
-                Store(f"s3://{s3_bucket}/store", writable=False, patience=QUICK).find("gather", "k1")
-            tries = QUICK.attempts * files.S3_TRIES
-            assert tries * 0.2 <= time.monotonic() - started < tries * 0.2 + 5
+            yield
 
 
-def test_what_is_given_to_s3fs_bounds_a_dead_or_hanging_server_to_two_minutes() -> None:
+def test_a_server_that_hangs_is_given_up(silent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(files.S3_LIMITS, "read_timeout", 0.2)
+    monkeypatch.setattr(files, "UPLOAD_SECONDS", 0.4)
+    monkeypatch.setattr(files, "SLOWEST_UPLOAD", 1 << 26)
+    store = Store("s3://bucket/store", writable=False, patience=QUICK)
+    (tmp_path / "large").write_bytes(b"1" * (1 << 24))  # more than the buffers between hold
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: store.find("gather", "k1"), "Read timeout on endpoint URL"),
+        (lambda: store.files.write("small", b"1"), "not taken within 0 s"),
+        (lambda: store.files.upload(tmp_path / "large", "large"), "not taken within 1 s"),
+        (lambda: Store(store.uri, patience=QUICK), "not taken within 0 s"),
+    ]
+    for call, said in calls:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=said):
+            call()
+        assert 4 * 0.4 <= time.monotonic() - started < 4 * (0.65 + 0.2 + 0.05) + 3
+
+
+def test_a_server_that_hangs_is_given_up_within_two_minutes_by_default() -> None:
     usual = Patience()
     waits = [min(usual.first_wait * 2**i + usual.first_wait, usual.longest_wait) for i in range(usual.attempts - 1)]
     assert files.S3_LIMITS["retries"] == {"total_max_attempts": 1}
-    longest = max(files.S3_LIMITS["connect_timeout"], files.S3_LIMITS["read_timeout"])
-    assert usual.attempts * files.S3_TRIES * (longest + 0.2) + sum(waits) <= 125
+    asked = files.S3_TRIES * (max(files.S3_LIMITS["connect_timeout"], files.S3_LIMITS["read_timeout"]) + 0.2)
+    assert usual.attempts * max(asked, files.UPLOAD_SECONDS) + sum(waits) <= 125
 
 
 @pytest.mark.parametrize("broken_at", ["a.bin", "sub/b.json", "empty", "/manifest/"])

@@ -132,12 +132,13 @@ def test_verify_withdraws_what_is_damaged_and_nothing_else(store: Store, tmp_pat
 def test_gc_deletes_what_no_run_needs(store: Store, s3_bucket: str, tmp_path: Path) -> None:
     kept = publish(store, tmp_path, "k1", {"a": b"a"})
     publish(store, tmp_path, "k2", {"b": b"bb"})
-    for key in ("k1", "k3"):
+    for key in ("k3", "k4"):
         work = store.work(key)
         work.fetch()
         (work.path / "step").write_text("3")
         work.keep()
-    run = new_run("r1", "quiet-fox").model_copy(update={"needs": (Needed(kind="gather", key="k1"),)})
+    needs = tuple(Needed(kind="gather", key=key) for key in ("k1", "k4"))  # it was at work on the second
+    run = new_run("r1", "quiet-fox").model_copy(update={"needs": needs})
     write_run(store, run)
     assert read_runs(store) == [run]
     needed = [(need.kind, need.key) for need in read_runs(store)[0].needs]
@@ -146,12 +147,12 @@ def test_gc_deletes_what_no_run_needs(store: Store, s3_bucket: str, tmp_path: Pa
     garbage = find_garbage(store, needed, grace_seconds=0)
     assert [manifest.key for manifest in garbage.artifacts] == ["k2"]
     assert garbage.num_bytes == 2 + 1
-    delete(store, garbage)
+    delete(store, garbage, grace_seconds=0)
     assert set(contents(s3_bucket)) == {
         "some/store/manifest/gather/k1.json",
         f"some/store/payload/{kept.digest}/a",
         "some/store/run/r1.json",
-        "some/store/work/k1/step",
+        "some/store/work/k4/step",
     }
     assert store.find("gather", "k1") == kept
 
@@ -199,6 +200,7 @@ def test_another_machine_continues_where_the_first_one_was(
     (first.path / "output" / "half").write_text("?")
     first.keep()
     (first.path / "checkpoint" / "step").write_text("333")  # and this machine dies
+    os.utime(first.path / "checkpoint" / "step", (time.time() - 5, time.time() - 5))  # S3 tells whole seconds
     assert contents(s3_bucket) == {"some/store/work/k1/checkpoint/step": b"22"}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))

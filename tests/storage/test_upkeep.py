@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from storage.faults import StoreError
 from storage.manifest import ArtifactRef, InputRecord, Lineage, RunName
-from storage.runs import Needed, new_run, read_runs, write_run
+from storage.runs import Needed, kept_runs, new_run, read_runs, write_run
 from storage.store import Store
 from storage.upkeep import delete, find_garbage, find_key, origins, verify
 
@@ -113,7 +113,7 @@ def test_garbage_is_what_is_no_input_of_what_is_needed(store: Store, chain: list
     assert [manifest.key for manifest in garbage.artifacts] == ["b1"]
     assert set(garbage.names) == {"manifest/gather/b1.json", f"payload/{chain[2].digest}"}
     assert garbage.num_bytes == len("two")
-    delete(store, garbage)
+    delete(store, garbage, grace_seconds=0)
     assert store.find("gather", "b1") is None
     assert verify(store) == (3, [])
     assert names(store, ("bases", "c0")) == set()
@@ -141,14 +141,40 @@ def test_what_is_young_or_locked_stays(store: Store, chain: list[ArtifactRef]) -
     assert "work/e0" not in names(store, ("bases", "c0"), ("measure", "e0"))  # a run that ended wants to continue
 
 
-def test_runs_come_back_newest_first_and_damage_is_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_come_back_newest_first_and_damage_is_said(store: Store) -> None:
     for name in ("first", "second"):
         run = new_run(name, name)
         write_run(store, run.model_copy(update={"needs": (Needed(kind="gather", key=name),)}))
-    (Path(store.uri) / "run" / "third.json").write_text("{")
     assert [run.id for run in read_runs(store)] == ["second", "first"]
     assert read_runs(store)[0].needs == (Needed(kind="gather", key="second"),)
-    assert "run/third.json is damaged" in caplog.text
+    (Path(store.uri) / "run" / "third.json").write_text("{")
+    with pytest.raises(StoreError, match=r"run/third.json .* is damaged.* delete it"):
+        read_runs(store)
+
+
+def test_unfinished_runs_are_kept_beside_the_newest_finished_ones() -> None:
+    old, new = new_run("old", "old"), new_run("new", "new")
+    killed = new_run("killed", "killed")
+    forgotten = killed.model_copy(update={"id": "forgotten", "started": "2020-01-01T00:00:00.000000+00:00"})
+    done = [run.model_copy(update={"finished": True}) for run in (new, old)]
+    assert [run.id for run in kept_runs([killed, *done, forgotten], 1)] == ["new", "killed"]
+    assert [run.id for run in kept_runs([killed, *done, forgotten], 0)] == ["killed"]
+
+
+def test_gc_does_nothing_while_a_manifest_does_not_read(store: Store, chain: list[ArtifactRef]) -> None:
+    (Path(store.uri) / "manifest" / "gather" / "b0.json").write_text("{}")
+    with pytest.raises(StoreError, match=r"gather b0 do not read: run `store verify` first"):
+        find_garbage(store, [], grace_seconds=0)
+
+
+def test_what_came_to_life_meanwhile_is_not_deleted(store: Store, chain: list[ArtifactRef], publish: Publish) -> None:
+    garbage = find_garbage(store, {("bases", "c0")}, grace_seconds=0)
+    publish("gather", "b2", "two")  # the payload of the one that is garbage
+    delete(store, garbage, grace_seconds=0)
+    assert (store.find("gather", "b1"), store.find("gather", "b2") is None) == (None, False)
+    young = find_garbage(store, {("bases", "c0")}, grace_seconds=0)
+    delete(store, young, grace_seconds=3600)
+    assert store.find("gather", "b2") is not None
 
 
 def test_what_a_kill_left_is_garbage(store: Store, chain: list[ArtifactRef]) -> None:
@@ -162,6 +188,6 @@ def test_what_a_kill_left_is_garbage(store: Store, chain: list[ArtifactRef]) -> 
     garbage = find_garbage(store, {("bases", "c0"), ("gather", "b1")}, grace_seconds=0)
     assert set(garbage.names) == {*left, "work/c0"}
     assert garbage.num_bytes == len(left) + 3
-    delete(store, garbage)
+    delete(store, garbage, grace_seconds=0)
     assert names(store, ("bases", "c0"), ("gather", "b1")) == set()
     assert verify(store) == (4, [])

@@ -1,4 +1,5 @@
 import errno
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 import tasks.running
+from storage.digest import digest_file
 from storage.manifest import ArtifactRef
 from tasks.caching import Runtime, Source, Stage, Work
 from tasks.running import Stages, may_pass
@@ -219,3 +221,49 @@ def test_nothing_is_left_to_resume_after_success_and_work_is_kept_after_an_error
     stages().run(resuming)
     assert seen == [False, True]
     assert not run.store.work(resuming.key({}, {})).path.exists()
+
+
+class Changing(Source):
+    """A file that may change while a stage reads it."""
+
+    path: str
+
+    def current_digest(self) -> str:
+        return digest_file(Path(self.path))
+
+
+def test_a_source_that_changes_under_way_is_not_believed(stages: Callable[[], Stages], tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("first")
+    source = Changing(digest=digest_file(file), path=str(file))
+
+    def reading(work: Work, *, text: Changing) -> None:
+        file.write_text("second")
+        (work.output / "value").write_text(file.read_text())
+
+    run, stage_of = stages(), Stage(reading, 1)
+    with pytest.raises(ValueError, match="text has changed on disk since this run began: run the same command again"):
+        run.run(stage_of, text=source)
+    assert run.store.find("reading", stage_of.key({"text": source}, {})) is None
+
+
+def test_what_is_finished_and_damaged_is_computed_again(stages: Callable[[], Stages]) -> None:
+    run = stages()
+    key = first.key({}, {"value": 14})
+    left = run.store.work(key).path / f"finished-{'0' * 64}"
+    left.mkdir(parents=True)
+    (left / "value").write_text("13")
+    ref = run.run(first, value=14)
+    assert (run.store.local(ref) / "value").read_text() == "14"
+
+
+def test_a_forged_record_of_prefect_is_never_read(stages: Callable[[], Stages], tmp_path: Path) -> None:
+    ref = stages().run(first, value=14)
+    record = Path(stages().store.uri) / "results" / ref.key
+    whole = json.loads(record.read_text())
+    whole["metadata"]["serializer"] = {"type": "pickle"}
+    record.write_text(json.dumps(whole))
+    run = stages()
+    assert run.run(first, value=14) == ref
+    assert states(run) == [("first", "Cached")]
+    assert json.loads(record.read_text())["metadata"]["serializer"]["type"] == "json"

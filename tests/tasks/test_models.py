@@ -50,7 +50,7 @@ def test_a_whole_folder_loads_frozen(source: ModelSource, tiny_model: Path) -> N
     ("removed", "said"),
     [
         (["config.json"], r"holds no config\.json: it is not a model folder"),
-        ([WEIGHTS], r"holds no weights \(\*\.safetensors or pytorch_model\*\.bin\): copy them there"),
+        ([WEIGHTS], r"holds no model\.safetensors or pytorch_model\.bin: copy the weights there"),
         (["tokenizer.json", "tokenizer_config.json"], "holds no tokenizer"),
     ],
 )

@@ -175,7 +175,10 @@ def test_the_digest_is_of_content_and_way_of_reading(tmp_path: Path) -> None:
     copy = as_folder(there)
     assert find_text(path=copy).digest == digest
     assert find_text(path=copy, separator="\n").digest != digest
-    assert find_text(path=copy, field="body").digest != digest
+    assert find_text(path=copy, field="body").digest == digest  # plain text has no fields
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "a", "body": "b"}\n')
+    assert find_text(path=lines, field="body").digest != find_text(path=lines).digest
     (copy / "part-0" / "00.txt").write_text("other")
     assert find_text(path=copy).digest != digest
     assert find_text(path=as_text(here)).digest == find_text(path=as_text(there)).digest
