@@ -41,7 +41,12 @@ def digest_folder(folder: Path) -> tuple[str, dict[str, tuple[str, int]]]:
     """
     paths = sorted(_files_below(folder))
     files = {path.relative_to(folder).as_posix(): (digest_file(path), path.stat().st_size) for path in paths}
-    return digest_bytes(canonical_json({name: list(facts) for name, facts in files.items()}).encode()), files
+    return digest_listing(files), files
+
+
+def digest_listing(files: Mapping[str, tuple[str, int]]) -> str:
+    """Returns the digest of a folder, by the (sha256, size in bytes) of its files."""
+    return digest_bytes(canonical_json({name: list(facts) for name, facts in files.items()}).encode())
 
 
 def stage_key(stage: str, version: int, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> str:

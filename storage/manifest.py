@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from storage.digest import canonical_json, digest_bytes
+from storage.digest import canonical_json, digest_bytes, digest_listing
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=128)]  # of a folder or a file
 
@@ -18,7 +18,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=1
 def check_relative(name: str) -> str:
     """Returns ``name`` if it is a relative path that stays where it starts. Errors: ``ValueError``."""
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+    if "/".join(parts) != name or not parts or ".." in parts or "\\" in name or "\0" in name:
         raise ValueError(f"the file name {name!r} leads out of its folder")
     return name
 
@@ -103,6 +103,10 @@ class Manifest(Record):
         if not isinstance(content, dict) or content.pop("manifest_digest", None) != _seal(content):
             raise ValueError("its content does not match its digest")
         manifest = cls.model_validate(content)
+        if manifest.to_json() != data:
+            raise ValueError("it is not as it was written")
+        if manifest.digest != digest_listing({name: (file.sha256, file.size) for name, file in manifest.files.items()}):
+            raise ValueError("its digest is not that of its files")
         if (manifest.kind, manifest.key) != (kind, key):
             raise ValueError(f"it is that of {manifest.kind} {manifest.key[:12]}")
         return manifest

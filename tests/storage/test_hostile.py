@@ -202,14 +202,14 @@ def test_a_work_folder_that_is_a_link_is_refused(store: Store, outside: Path) ->
 def test_links_in_a_work_folder_are_removed(store: Store, outside: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = Path(store.uri, "work", "k1")
     (folder / "checkpoint").mkdir(parents=True)
-    (folder / "finished").symlink_to(outside, target_is_directory=True)
+    (folder / "finished-0").symlink_to(outside, target_is_directory=True)
     (folder / "checkpoint" / "state.tmp").symlink_to(outside / "step")
     (folder / "checkpoint" / "kept").write_text("1")
     work = store.work("k1")
     work.fetch()
     assert sorted(path.name for path in folder.rglob("*")) == ["checkpoint", "kept"]
     assert caplog.text.count("is a link and removed") == 2
-    (folder / "finished").symlink_to(outside, target_is_directory=True)
+    (folder / "finished-0").symlink_to(outside, target_is_directory=True)
     work.clear()
     assert not folder.exists()
 
@@ -227,7 +227,7 @@ def test_objects_with_such_names_are_passed_over(s3_bucket: str, tmp_path: Path)
     for name in ("work/k1/../../../../evil", "payload/../evil", "manifest/../k9.json", "manifest/gather/...json"):
         store.files.fs.pipe_file(f"{s3_bucket}/store/{name}", b"evil")
     store.files.fs.pipe_file(f"{s3_bucket}/store/work/k1/step", b"1")
-    store.files.fs.pipe_file(f"{s3_bucket}/store/work/k1/finished/evil", b"evil")
+    store.files.fs.pipe_file(f"{s3_bucket}/store/work/k1/finished-{ref.digest}/evil", b"evil")
     work = store.work("k1")
     work.fetch()
     assert read(work.path) == {"step": b"1"}
