@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,16 @@ from flows.config import CompressConfig
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny matrices: threads only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """Takes off the handler that the command line binds to its test's standard error, which is closed afterwards."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.handlers = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
