@@ -175,7 +175,9 @@ def collect(store: Path) -> None:
     """Does what ``python -m flows store gc --last 1 --grace-hours 0 --delete`` does."""
     opened = Store(str(store))
     newest = read_runs(opened)[0]
-    delete(opened, find_garbage(opened, [(need.kind, need.key) for need in newest.needs], grace_seconds=0))
+    delete(
+        opened, find_garbage(opened, [(need.kind, need.key) for need in newest.needs], grace_seconds=0), grace_seconds=0
+    )
 
 
 def test_a_run_killed_anywhere_continues_to_the_same_bytes(tmp_path: Path, tiny_config: Make) -> None:
