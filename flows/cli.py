@@ -103,8 +103,8 @@ def describe(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{place}: this setting is required"
     message = str(problem["msg"]).removeprefix("Value error, ")
-    secret = place.endswith("store")
-    return f"{place}: {message}" + ("" if secret else f" (given: {problem['input']!r})") if place else message
+    hidden = place.endswith("store") or isinstance(problem["input"], dict)  # a secret; or everything there is
+    return f"{place}: {message}" + ("" if hidden else f" (given: {problem['input']!r})") if place else message
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from storage.store import Store
 from tasks.caching import Arguments, Source, Stage, references, split
 from tasks.places import open_store
 from tasks.rates import Rates, device_memory, device_rates, seconds
-from tasks.reasons import why
+from tasks.reasons import begun, why
 
 GIB = 2**30
 CANNOT_FIT = 3  # exit status
@@ -84,7 +84,8 @@ class Planner:
             if awaits:
                 step = Step(label=label, key=None, state="unknown", reason=f"unknown until {', '.join(awaits)}")
             else:
-                step = Step(label=label, key=key, state="miss", reason=why(self.store, stage, inputs, settings))
+                reason = why(self.store, stage, inputs, settings) + begun(self.store, key)
+                step = Step(label=label, key=key, state="miss", reason=reason)
             ref = Expected(
                 kind=stage.name, key=key, uri="", digest=key, num_bytes=cost.written_bytes, awaits=awaits or (label,)
             )
@@ -146,7 +147,7 @@ def plan_lines(content: dict[str, Any]) -> Iterator[str]:
         yield f"{step['label']:{width}}  {step['state']:7} {_figures(step)}  {reason}".rstrip()
     states = [step["state"] for step in content["stages"]]
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("hit", "miss", "unknown"))
-    yield f"{'in all':{width}}  {'':7} {_figures(content)}  {counted}"
+    yield f"{'at most':{width}}  {'':7} {_figures(content)}  {counted}"
     yield ""
     memory = f"{content['device']} with {content['device_gib']:.1f} GiB"
     if content["rates"] is None:

@@ -9,12 +9,13 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from flows.server import import_prefect
 from storage.faults import StoreError
 from storage.manifest import InputRecord, Manifest
 from storage.runs import kept_runs, read_runs
 from storage.store import Store
 from storage.upkeep import Origin, delete, find_garbage, find_key, origins, verify
-from tasks.places import open_store
+from tasks.places import BLOCK, open_store
 from tasks.progress import Progress
 
 SHORT = 12  # digits of a key that are shown
@@ -89,7 +90,10 @@ def collect(
     runs = kept_runs(read_runs(store), last or 0)
     needed = {(need.kind, need.key) for run in runs for need in run.needs}
     for path in reports:
-        needed |= _needs_of(path)
+        needs = _needs_of(path)
+        if not any(store.find(kind, key) for kind, key in needs):
+            raise ValueError(f"{path} is of another store: nothing that it needs is in {store.uri!r}")
+        needed |= needs
     garbage = find_garbage(store, needed, grace_seconds=3600 * grace_hours)
     if delete_:
         delete(store, garbage, grace_seconds=3600 * grace_hours)
@@ -103,6 +107,7 @@ def collect(
         print(f"keeping what run {run.name} of {run.started[:19]}{state} needs: {len(run.needs)} artifacts")
     for path in reports:
         print(f"keeping what {path} needs")
+    print(f"keeping what was written within {grace_hours:g} hours (--grace-hours)")
     for kind, count in sorted(Counter(manifest.kind for manifest in garbage.artifacts).items()):
         print(f"  {kind:10} {count:5} artifacts")
     others = [name for name in garbage.names if not name.startswith(("manifest/", "payload/"))]
@@ -112,6 +117,8 @@ def collect(
 
 
 def _existing(place: str) -> Store:
+    if place.startswith(BLOCK):
+        import_prefect()
     store = open_store(place, writable=False)
     if not store.files.names("manifest"):
         raise StoreError(f"there is no artifact in {store.uri!r}: name the store with --store")

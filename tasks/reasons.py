@@ -21,8 +21,13 @@ def why(store: Store, stage: Stage, inputs: Mapping[str, Any], settings: Argumen
         if nearest is None or len(changes) < len(nearest):
             nearest = changes
     if nearest is None:
-        return "never computed"
+        return "none like it in the store"
     return "; ".join(nearest) if nearest else "the earlier one is damaged"
+
+
+def begun(store: Store, key: str) -> str:
+    """Returns what to add to a reason where an earlier run has left work that is gone on from."""
+    return "; goes on from an unfinished run" if any(store.work(key).path.glob("*")) else ""
 
 
 def _newest(store: Store, stage: Stage) -> Iterator[Manifest]:

@@ -30,7 +30,7 @@ from storage.runs import Needed, RunRecord, new_run, write_run
 from storage.store import Store
 from tasks.caching import Arguments, Runtime, Stage, clear_left, split
 from tasks.places import open_store, results_storage
-from tasks.reasons import why
+from tasks.reasons import begun, why
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Stages:
         self._need(stage.name, key, on_record=found is None)
         reason = None
         if found is None:
-            reason = why(self.store, stage, inputs, settings)
+            reason = why(self.store, stage, inputs, settings) + begun(self.store, key)
             log.info("%s: computing (%s)", label, reason)
         else:
             clear_left(self.store, key)

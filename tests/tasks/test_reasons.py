@@ -56,9 +56,9 @@ def publish(store: Store, tmp_path: Path) -> Publish:
 
 
 def test_without_an_earlier_run_it_was_never_computed(store: Store, publish: Publish) -> None:
-    assert why(store, Stage(gather, 1), {}, {}) == "never computed"
+    assert why(store, Stage(gather, 1), {}, {}) == "none like it in the store"
     publish("k0", {}, stage="another")  # two functions may share a stage's name
-    assert why(store, Stage(gather, 1), {}, {}) == "never computed"
+    assert why(store, Stage(gather, 1), {}, {}) == "none like it in the store"
 
 
 def test_the_nearest_run_is_the_one_with_the_fewest_changes(store: Store, publish: Publish) -> None:
