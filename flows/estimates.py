@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flows.graph import POOL, Prepared, test_length
+from flows.graph import Prepared, test_length
 from lsp_core.allocation import uniform_parameters
 from lsp_core.costs import (
     allocate_cost,
@@ -105,7 +105,7 @@ class Estimates:
         sequences, length = self._tokens[key]
         size = self._text_bytes(arguments["text"])
         if "pool" in arguments:  # text is read until there are that many windows
-            size = min(size, POOL * arguments["pool"] * length * BYTES_PER_TOKEN)
+            size = min(size, arguments["pool"] * length * BYTES_PER_TOKEN)
         return calibrate_cost(sequences=sequences, length=length, text_bytes=size)
 
     def _gather(self, arguments: Arguments, _: str) -> Cost:
