@@ -2,9 +2,11 @@
 
 Input side (paper, equation 2 and proposition 1): with G = S ST and the right singular vectors of Wbar S in decreasing
 order, the kept space at rank r is span(S Vw_r) for every r at once, so Q = qf(S Vw) orders them all. Output side: the
-eigenvectors of the summed output Gram, which are the left singular vectors of [W_1 S_1 ... W_m S_m].
+eigenvectors of the summed output Gram, which are the left singular vectors of [W_1 S_1 ... W_m S_m]. A random basis, on
+either side, is the ablation that knows neither weights nor data.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lsp_core.gram import NonFiniteError
+from lsp_core.orthogonal import orthonormalize
 from lsp_core.units import Unit
 
-Init = Literal["whitened", "plain"]
+Init = Literal["whitened", "plain", "random"]
 
 
 class IndefiniteGramError(ValueError):
@@ -30,15 +33,20 @@ class OrderedBasis:
     ridge: float
 
 
-def ordered_basis(unit: Unit, gram: Tensor, weights: Sequence[Tensor], *, init: Init = "whitened") -> OrderedBasis:
+def ordered_basis(
+    unit: Unit, gram: Tensor, weights: Sequence[Tensor], *, init: Init = "whitened", seed: int = 0
+) -> OrderedBasis:
     """Returns the ordered basis of one unit.
 
     ``gram`` (D, D) as ``gather_grams`` gives it; ``weights`` the members' (D_out, D_in). ``init="plain"`` orders an
-    input-side unit by the Gram alone, blind to the weights.
+    input-side unit by the Gram alone, blind to the weights; ``"random"`` is blind to both, a function of ``seed`` and
+    the unit's name.
     Errors: ``NonFiniteError``, ``IndefiniteGramError``.
     """
     if not torch.isfinite(gram).all():
         raise NonFiniteError(f"the Gram matrix of unit {unit.name} holds a NaN or an infinity")
+    if init == "random":
+        return OrderedBasis(q=random_basis(unit.dimension, unit.name, seed).to(gram), ridge=0.0)
     gram = (gram + gram.T) / 2
     if unit.side == "output" or init == "plain":
         return OrderedBasis(q=_descending_eigenvectors(gram), ridge=0.0)
@@ -49,6 +57,13 @@ def ordered_basis(unit: Unit, gram: Tensor, weights: Sequence[Tensor], *, init: 
         inner.addmm_(weight.T, weight)
     right = _descending_eigenvectors(factor.T @ inner @ factor)
     return OrderedBasis(q=torch.linalg.qr(factor @ right).Q, ridge=ridge)
+
+
+def random_basis(dimension: int, name: str, seed: int) -> Tensor:  # -> (D, D)
+    """Returns an orthogonal matrix, uniform over all of them, float64; made on the CPU whatever the device."""
+    drawn = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big", signed=True)
+    generator = torch.Generator().manual_seed(drawn)
+    return orthonormalize(torch.randn(dimension, dimension, generator=generator, dtype=torch.float64))
 
 
 def cholesky_with_ridge(gram: Tensor, name: str) -> tuple[Tensor, float]:  # (D, D) -> (D, D)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lsp_core.basis import Init
 from lsp_core.flops import (
     activation_form_flops,
+    backward_flops,
     factor_form_flops,
     factor_products,
     merge_flops,
@@ -25,6 +26,7 @@ from lsp_core.flops import (
 )
 from lsp_core.peaks import (
     bases_peak,
+    fisher_peak,
     gather_peak,
     joint_peak,
     measure_peak,
@@ -75,16 +77,22 @@ def gather_cost(
 def bases_cost(shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, init: Init = "whitened") -> Cost:
     """An eigendecomposition a unit; for an input side also Cholesky, WbarT Wbar, ST(..)S, S V and its QR.
 
-    A Gram that needs a ridge takes a few decompositions more, which are not counted.
+    A Gram that needs a ridge takes a few decompositions more, which are not counted. A random one is a QR, on the CPU.
     """
     products = solvers = 0.0
     for unit in units:
         cube = float(unit.dimension) ** 3
+        if init == "random":  # Cholesky-QR, twice, and its check
+            products, solvers = products + 6 * cube, solvers + 8 / 3 * cube
+            continue
         solvers += EIGH * cube
         if unit.side == "input" and init == "whitened":
             products += 2.0 * unit.dimension * unit.parameters + 6 * cube
             solvers += (1 / 3 + 8 / 3) * cube
-    working = bases_peak(shapes, units, _precision(precision_bytes), init)
+    if init == "random":
+        working = max(unit.dimension**2 for unit in units) * (precision_bytes + (4 * 8 if shapes.on_host else 0))
+    else:
+        working = bases_peak(shapes, units, _precision(precision_bytes), init)
     kept = _basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
     return Cost(
         flops64=products,
@@ -128,6 +136,59 @@ def measure_cost(
         peak_bytes=shapes.weight_bytes + working + kept,
         read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
+    )
+
+
+def fisher_cost(
+    shapes: Shapes,
+    units: Sequence[Unit],
+    *,
+    points: int,
+    sequences: int,
+    length: int,
+    precision_bytes: int,
+) -> Cost:
+    """A forward and a backward pass of every sequence with the weights' gradients, and the candidates' weights."""
+    tokens = sequences * length
+    gradient = shapes.forward(length) + backward_flops(shapes, length, 0) + 2.0 * sum(u.parameters for u in units)
+    counts = {unit.name: counts_to_measure(unit, removal_counts(unit, points)) for unit in units}
+    probe = _probe(shapes)
+    return Cost(
+        flops=tokens * gradient + probe.flops,
+        gradient_flops=tokens * gradient,
+        head_flops=tokens * 2 * shapes.logits() + probe.head_flops,
+        flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
+        logits=float(tokens) * shapes.vocabulary,
+        peak_bytes=shapes.weight_bytes + fisher_peak(shapes, units, _tokens(1, length), _precision(precision_bytes)),
+        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
+        written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
+    )
+
+
+def joint_cost(
+    shapes: Shapes,
+    units: Sequence[Unit],
+    removed: Mapping[str, int],
+    *,
+    measurements: int,
+    sequences: int,
+    length: int,
+    micro_batch: int,
+    precision_bytes: int,
+) -> Cost:
+    """A dense pass with its statistic, and ``measurements`` passes of the model cut as ``removed`` or near it."""
+    tokens = sequences * length
+    probe = _probe(shapes)
+    batch = _tokens(min(micro_batch, sequences), length)
+    working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
+    return Cost(
+        flops=tokens * (1 + measurements) * shapes.forward(length) + probe.flops,
+        head_flops=tokens * (shapes.statistic() + measurements * shapes.logits()) + probe.head_flops,
+        flops64=measurements * sum(projection_flops(unit, removed.get(unit.name, 0)) for unit in units),
+        logits=tokens * (1 + measurements) * float(shapes.vocabulary),
+        peak_bytes=shapes.weight_bytes + working + (sequences - len(batch)) * length * _streamed_bytes(shapes),
+        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
+        written_bytes=64 * len(units),
     )
 
 
@@ -243,6 +304,12 @@ def train_cost(
         read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * ids,
         written_bytes=vectors,
     )
+
+
+def select_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]) -> Cost:
+    """Copies the V's of one training; the other trainings' histories are small."""
+    vectors = _vector_bytes(shapes, units, removed)
+    return Cost(read_bytes=vectors, written_bytes=vectors)
 
 
 def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int], *, precision_bytes: int) -> Cost:

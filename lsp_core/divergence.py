@@ -19,7 +19,7 @@ VOCABULARY_CHUNK = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherStatistic:
-    """What the divergence needs of a teacher: ``m`` (T, D), ``c`` (T,) and ``entropy`` (T,) in nats."""
+    """What the divergence needs of a teacher: ``m`` (..., D), ``c`` (...) and ``entropy`` (...) in nats."""
 
     m: Tensor
     c: Tensor
@@ -27,6 +27,14 @@ class TeacherStatistic:
 
     def __getitem__(self, index: Any) -> "TeacherStatistic":
         return TeacherStatistic(m=self.m[index], c=self.c[index], entropy=self.entropy[index])
+
+    def flat(self) -> "TeacherStatistic":
+        """Returns the statistic with its positions in one dimension."""
+        return TeacherStatistic(m=self.m.flatten(0, -2), c=self.c.flatten(), entropy=self.entropy.flatten())
+
+    def to(self, device: torch.device) -> "TeacherStatistic":
+        """Returns the statistic on ``device``."""
+        return TeacherStatistic(m=self.m.to(device), c=self.c.to(device), entropy=self.entropy.to(device))
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lsp_core.durable import DamagedFileError, digest_tensors, read_checked, write_durably
+from lsp_core.inputs import Inputs, inputs_of
 from lsp_core.layers import bias_of
 from lsp_core.units import Unit
 
@@ -33,24 +34,26 @@ class NonFiniteError(ValueError):
 def gather_grams(
     model: PreTrainedModel,
     units: Sequence[Unit],
-    tokens: Tensor,
+    examples: Tensor,
     *,
     micro_batch: int,
     precision: torch.dtype = torch.float64,
-    padding_id: int | None = None,
+    inputs: Inputs | None = None,
     progress: Progress | None = None,
     work: Path | None = None,
     checkpoint_sequences: int = 128,
     on_checkpoint: Callable[[], None] | None = None,
-) -> dict[str, Tensor]:  # tokens (B, T) -> {unit: (D, D)}
-    """Returns the unnormalized Gram matrix of every unit, in ``precision``, summed over all tokens but the padding.
+) -> dict[str, Tensor]:  # examples (B, ...) -> {unit: (D, D)}
+    """Returns the unnormalized Gram matrix of every unit, in ``precision``, summed over all positions but the padding.
 
-    ``work``: a folder of this model alone, which keeps the sums every ``checkpoint_sequences`` sequences; a second call
-    continues from there. ``on_checkpoint`` is called after each of these.
+    ``inputs``: how the model reads ``examples``, none: as ``inputs_of`` says. ``work``: a folder of this model alone,
+    which keeps the sums every ``checkpoint_sequences`` examples; a second call continues from there. ``on_checkpoint``
+    is called after each of these.
     Errors: ``NonFiniteError`` naming the layer whose activation is not finite.
     Source: paper, Algorithm 1 'Gather'.
     """
     device = model.device
+    inputs = inputs or inputs_of(model)
     grams = {u.name: torch.zeros(u.dimension, u.dimension, dtype=precision, device=device) for u in units}
     layers = dict(model.named_modules())
     kept: list[Tensor | None] = [None]
@@ -83,17 +86,17 @@ def gather_grams(
             for handle in watch(unit):
                 stack.callback(handle.remove)
         file = None if work is None else work / FILE
-        run = {"precision": str(precision), "padding_id": padding_id, "tokens": digest_tensors({"tokens": tokens})}
+        run = {"precision": str(precision), "inputs": repr(inputs), "examples": digest_tensors({"examples": examples})}
         done = saved = 0 if file is None else _load_sums(file, grams, run)
-        for batch in tokens[done:].split(micro_batch):
+        for batch in examples[done:].split(micro_batch):
             batch = batch.to(device)
-            mask = None if padding_id is None else batch != padding_id
+            mask = inputs.kept(batch)
             kept[0] = None if mask is None else mask.reshape(-1)
-            model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)
+            model.base_model(**inputs.arguments(batch, model))
             done += len(batch)
             if progress is not None:
-                progress(done, len(tokens))
-            if file is not None and done - saved >= checkpoint_sequences and done < len(tokens):
+                progress(done, len(examples))
+            if file is not None and done - saved >= checkpoint_sequences and done < len(examples):
                 write_durably(file, grams, {"sequences": done, "run": run})
                 saved = done
                 if on_checkpoint is not None:

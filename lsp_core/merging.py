@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lsp_core.gram import evaluating
+from lsp_core.inputs import inputs_of
 from lsp_core.layers import Factor, FactoredLinear, bias_of, replace_module
 from lsp_core.orthogonal import orthonormalize
 from lsp_core.projector import attached
@@ -50,10 +51,10 @@ def merge_model(
 
 
 @torch.no_grad()
-def projected_logits(
-    model: PreTrainedModel, units: Sequence[Unit], vectors: Mapping[str, Tensor], ids: Tensor
-) -> Tensor:  # (B, T) -> (B, T, V)
-    """Returns the logits of the unmerged ``model`` with every projector applied to the activations at alpha = 1."""
+def projected_outputs(
+    model: PreTrainedModel, units: Sequence[Unit], vectors: Mapping[str, Tensor], examples: Tensor
+) -> Tensor:
+    """Returns ``outputs_of`` the unmerged ``model`` with every projector applied to the activations at alpha = 1."""
     bases: dict[str, Tensor] = {}
     for name, v in vectors.items():
         u = orthonormalize(v.to(model.device))
@@ -62,8 +63,15 @@ def projected_logits(
     with attached(model, units, bases, removed) as projectors, evaluating(model):
         for projector in projectors.values():
             projector.set_activation_form(1.0, [projector.v.new_ones(projector.v.shape[1])] * len(projector.weights))
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
+        return outputs_of(model, examples)
+
+
+@torch.no_grad()
+def outputs_of(model: PreTrainedModel, examples: Tensor) -> Tensor:  # (B, ...) -> (B, P, V), (B, classes) or (B, T, D)
+    """Returns the logits of ``model``, or the final hidden states of one that has none."""
+    result = model(**inputs_of(model).arguments(examples, model))
+    outputs: Tensor = result.logits if "logits" in result else result.last_hidden_state
+    return outputs
 
 
 def removed_directions(q: Tensor, removed: int) -> Tensor:  # (D, D) -> (D, K)

@@ -6,13 +6,15 @@ know compressed models refuses the folder instead of filling a dense model with 
 
 import json
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from lsp_core.layers import Factor, FactoredLinear, bias_of, replace_module
 from lsp_core.units import Unit, weight_of
@@ -37,6 +39,7 @@ def save_compressed(
         "architectures": [type(model).__name__],
         "base_config": model.config.to_diff_dict() | {"model_type": model.config.model_type},
         "dtype": str(model.dtype).removeprefix("torch."),
+        "options": _options(model),
         "units": described,
         "facts": dict(facts or {}),
     }
@@ -66,7 +69,10 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
     base = dict(config["base_config"])
     dtype = getattr(torch, config["dtype"])
     base_config = AutoConfig.for_model(base.pop("model_type"), **base)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(base_config, dtype=dtype)
+    architecture = getattr(transformers, config["architectures"][0], None)
+    if not (isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)):
+        raise ValueError(f"{folder} holds a {config['architectures'][0]}, which this version of transformers lacks")
+    model: PreTrainedModel = architecture._from_config(base_config, dtype=dtype, **config["options"])
     for unit in config["units"]:
         _make_factored(model, unit["side"], unit["members"], unit["rank"])
     if not (folder / WEIGHTS).exists():
@@ -80,6 +86,12 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
     model.load_state_dict(weights, strict=False)
     model.eval()
     return model
+
+
+def _options(model: PreTrainedModel) -> dict[str, bool]:
+    """Returns the arguments, beside its config, that ``model`` is built with."""
+    poolable = "add_pooling_layer" in signature(type(model).__init__).parameters
+    return {"add_pooling_layer": False} if poolable and getattr(model, "pooler", None) is None else {}
 
 
 def _make_factored(model: nn.Module, side: str, members: Sequence[str], rank: int) -> None:

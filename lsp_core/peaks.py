@@ -16,8 +16,9 @@ from torch import Tensor
 from lsp_core.basis import Init, ordered_basis
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.dryrun import peak_bytes
+from lsp_core.fisher import Fisher
 from lsp_core.gram import evaluating, gather_grams
-from lsp_core.merging import merge_model, projected_logits
+from lsp_core.merging import merge_model, projected_outputs
 from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity
 from lsp_core.shapes import META, Shapes
@@ -50,6 +51,17 @@ def measure_peak(shapes: Shapes, units: Sequence[Unit], batch: Tensor, precision
         sensitivity = Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch))
         for unit in distinct(units):
             sensitivity.measure(unit.name, max(1, unit.dimension // 2))
+
+    return peak_bytes(some)
+
+
+def fisher_peak(shapes: Shapes, units: Sequence[Unit], example: Tensor, precision: torch.dtype) -> int:
+    """All bases, a squared gradient a weight, the passes over one ``example`` (1, T), and a candidate."""
+
+    def some() -> None:
+        fisher = Fisher(shapes.model, units, empty_bases(units, precision), example.to(META))
+        for unit in distinct(units):
+            fisher.measure(unit.name, max(1, unit.dimension // 2))
 
     return peak_bytes(some)
 
@@ -120,7 +132,7 @@ def training_peak(
     def steps() -> None:
         model = shapes.model
         with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
-            trainer = Trainer(model, projectors, tokens, tokens, settings, teacher, None)
+            trainer = Trainer(model, projectors, tokens, tokens, settings, teacher=teacher)
             for step in range(2):
                 trainer.accumulate(step)
                 trainer.update()
@@ -133,7 +145,7 @@ def training_peak(
 def projecting_peak(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int], batch: Tensor) -> int:
     """Complete bases and projectors of every unit, and a pass over ``batch``."""
     vectors = _vectors(shapes, units, removed)
-    return peak_bytes(partial(projected_logits, shapes.model, units, vectors, batch.to(META)))
+    return peak_bytes(partial(projected_outputs, shapes.model, units, vectors, batch.to(META)))
 
 
 def merging_peak(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]) -> int:

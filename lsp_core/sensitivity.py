@@ -1,10 +1,12 @@
 """Measured sensitivity: the output KL that each truncation of one unit causes, the rest of the network dense.
 
-The blocks are streamed: the dense input of block b is kept for all tokens, and a candidate in block b runs block b and
-what follows, with the blocks before it passing on what they are given. Exact, and about half of the naive work. The
-teacher is kept as D + 2 numbers a token (``divergence``), never as logits.
+The blocks are streamed: the dense input of block b is kept for all examples, and a candidate in block b runs block b
+and what follows, with the blocks before it in its stack passing on what they are given. Exact, and about half of the
+naive work; it is checked at every block that the dense model gives the same outputs that way, and where it does not,
+candidates run the whole model. The teacher is kept as D + 2 numbers a position (``divergence``), never as logits.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +18,11 @@ from transformers import PreTrainedModel
 
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.gram import NonFiniteError, evaluating
+from lsp_core.inputs import Inputs
 from lsp_core.readout import Readout
-from lsp_core.units import Unit, find_blocks, weight_of
+from lsp_core.units import Unit, find_stacks, weight_of
+
+log = logging.getLogger(__name__)
 
 
 def removal_counts(unit: Unit, points: int) -> tuple[int, ...]:
@@ -36,9 +41,10 @@ def counts_to_measure(unit: Unit, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 class Sensitivity:
-    """Measures Delta_u(k) of equation 4 of the paper, in nats per token, on ``tokens`` (B, T).
+    """Measures Delta_u(k) of equation 4 of the paper, in nats per token, image or position, on ``examples`` (B, ...).
 
-    ``bases`` holds the ordered basis (D, D) of each unit. Units are measured in the order of their blocks.
+    ``bases`` holds the ordered basis (D, D) of each unit. Units are measured in the order of their blocks. ``inputs``:
+    how the model reads the examples, none: as ``inputs_of`` says.
     """
 
     def __init__(
@@ -46,35 +52,33 @@ class Sensitivity:
         model: PreTrainedModel,
         units: Sequence[Unit],
         bases: Mapping[str, Tensor],
-        tokens: Tensor,
+        examples: Tensor,
         *,
         micro_batch: int,
+        inputs: Inputs | None = None,
     ) -> None:
         self.model = model
         self.units = {unit.name: unit for unit in units}
         self.bases = bases
-        self.batches = [batch.to(model.device) for batch in tokens.split(micro_batch)]
-        self.tokens = tokens.numel()
-        self.blocks = find_blocks(model)
-        self.readout = Readout(model)
+        self.batches: list[Tensor] = [batch.to(model.device) for batch in examples.split(micro_batch)]
+        self.stacks = find_stacks(model)
+        self.blocks = [block for stack in self.stacks for block in stack]
+        self.readout = Readout(model, inputs)
+        self.count = sum(self.readout.count(batch) for batch in self.batches)
         self.block = 0
-        self.inputs: list[Tensor] = []  # dense input of block ``self.block``, one (B, T, D) a micro-batch
+        self.streamed = True  # False: what lies before a block does not reach the output through its input alone
+        self.inputs = [batch.new_empty(0) for batch in self.batches]  # dense input (B, T, D) of block ``self.block``
+        self.extras: list[tuple[Any, ...] | None] = [None] * len(self.batches)  # beside it, in the stack's first block
         self.teacher: list[TeacherStatistic] = []
-        self.extras: int | None = None  # what a block returns beside the hidden state, None where it returns no tuple
-
-        def note_extras(_: nn.Module, __: object, output: object) -> None:
-            self.extras = len(output) - 1 if isinstance(output, tuple) else None
-
-        handle = self.blocks[0].register_forward_hook(note_extras)
         with torch.inference_mode(), evaluating(model):
-            for batch in self.batches:
-                features, reached = self._run(batch, None, capture=0)
-                self.inputs.append(reached)
-                self.teacher.append(self.readout.statistic(features.flatten(0, 1)))
-        handle.remove()
+            for index in range(len(self.batches)):
+                outputs = self._keep(index, 0)
+                self.teacher.append(self.readout.statistic(outputs))
+                if index == 0:
+                    self.dense_outputs = outputs
 
     def measure(self, name: str, count: int) -> float:
-        """Returns the KL, in nats per token, of removing the last ``count`` directions of unit ``name`` alone.
+        """Returns the KL, in nats, of removing the last ``count`` directions of unit ``name`` alone.
 
         Errors: ``ValueError`` if the unit's block lies before one already measured; ``NonFiniteError``.
         """
@@ -82,85 +86,119 @@ class Sensitivity:
         self._advance_to(unit.block)
         removed = {name: count}
         with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._mean_kl(f"removing {count} directions of unit {name}", prefix=self.inputs)
+            return self._mean_kl(f"removing {count} directions of unit {name}", streamed=self.streamed)
 
     def joint(self, removed: Mapping[str, int]) -> float:
-        """Returns the KL, in nats per token, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
+        """Returns the KL, in nats, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
         with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._mean_kl("the joint allocation", prefix=None)
+            return self._mean_kl("the joint allocation", streamed=False)
 
-    def _mean_kl(self, what: str, *, prefix: list[Tensor] | None) -> float:
+    def _mean_kl(self, what: str, *, streamed: bool) -> float:
         total = 0.0
         for index, batch in enumerate(self.batches):
-            features, _ = self._run(batch, None if prefix is None else prefix[index])
-            kl = self.readout.divergence(features.flatten(0, 1), self.teacher[index])
+            outputs = self._from_block(index) if streamed else self.readout.outputs(batch)
+            kl = self.readout.divergence(outputs, self.teacher[index], self.readout.kept(batch))
             total += kl.sum(dtype=torch.float64).item()
         if not math.isfinite(total):
             raise NonFiniteError(f"{what} gives a divergence of {total}")
-        return total / self.tokens
+        return total / self.count
 
     def _advance_to(self, block: int) -> None:
         if block < self.block:
             raise ValueError(f"block {block} comes before block {self.block}, which is already measured: go in order")
-        if block == self.block:
+        if block == self.block or not self.streamed:
+            self.block = block
             return
+        first = self._first_of(block)
+        stops = (block,) if self.block >= first else (first, block)
         with torch.inference_mode(), evaluating(self.model):
-            for index, batch in enumerate(self.batches):
-                try:
-                    self._run(batch, self.inputs[index], capture=block, stop=True)
-                except _Reached as reached:
-                    self.inputs[index] = reached.hidden
-        self.block = block
+            for stop in dict.fromkeys(stops):
+                for index in range(len(self.batches)):
+                    self._keep(index, stop, stop=True)
+                self.block = stop
+            self.streamed = self._streams()
+        if not self.streamed:
+            log.warning(
+                "%s: block %d reads more of the blocks before it than their hidden state: every candidate runs the "
+                "whole model",
+                type(self.model).__name__,
+                block,
+            )
 
-    def _run(
-        self, batch: Tensor, hidden: Tensor | None, *, capture: int | None = None, stop: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the model, from block ``self.block`` on if its input is ``hidden``; captures a block's input."""
-        captured = batch.new_empty(0)
+    def _streams(self) -> bool:
+        """Whether the dense model, run from ``self.block`` on, gives what it gives as a whole."""
+        outputs, expected = self._from_block(0), self.dense_outputs
+        tolerance = 64 * torch.finfo(expected.dtype).eps * expected.abs().max()
+        return bool((outputs - expected).abs().max() <= tolerance)
 
-        def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            nonlocal captured
+    def _first_of(self, block: int) -> int:
+        """Returns the first block of the stack in which ``block`` lies."""
+        first = 0
+        for stack in self.stacks:
+            if block < first + len(stack):
+                return first
+            first += len(stack)
+        raise IndexError(block)
+
+    def _keep(self, index: int, block: int, *, stop: bool = False) -> Tensor:
+        """Keeps the dense input of ``block`` for one micro-batch; returns the outputs, of no use where it stops."""
+        first = self._first_of(block)
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.inputs[index] = args[0] if args else kwargs["hidden_states"]
+            if stop and block != first:
+                raise _Reached
+
+        def keep_extras(_: nn.Module, __: object, output: object) -> None:
+            self.extras[index] = tuple(output[1:]) if isinstance(output, tuple) else None
             if stop:
-                raise _Reached(args[0])
-            captured = args[0]
+                raise _Reached
 
         with ExitStack() as stack:
-            if hidden is not None:
-                stack.enter_context(_skipping(self.blocks, self.block, hidden, self.extras))
-            if capture is not None:
-                stack.callback(self.blocks[capture].register_forward_pre_hook(keep).remove)
-            return self.readout.features(batch), captured
+            if first <= self.block < block:
+                stack.enter_context(self._skipping(index))
+            stack.callback(self.blocks[block].register_forward_pre_hook(keep, with_kwargs=True).remove)
+            if block == first:
+                stack.callback(self.blocks[block].register_forward_hook(keep_extras).remove)
+            try:
+                return self.readout.outputs(self.batches[index])
+            except _Reached:
+                return self.batches[index]
+
+    def _from_block(self, index: int) -> Tensor:
+        """Returns the outputs for one micro-batch, run from ``self.block`` on; stacks before its own run whole."""
+        with self._skipping(index):
+            return self.readout.outputs(self.batches[index])
+
+    @contextmanager
+    def _skipping(self, index: int) -> Iterator[None]:
+        """Makes the blocks before ``self.block`` in its stack return what they are given, and itself read its input."""
+        hidden, extras = self.inputs[index], self.extras[index]
+
+        def passed_on(*args: Any, **kwargs: Any) -> Any:
+            result = args[0] if args else kwargs["hidden_states"]
+            return result if extras is None else (result, *extras)
+
+        def given(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+        skipped = self.blocks[self._first_of(self.block) : self.block]
+        originals: list[tuple[nn.Module, Callable[..., Any]]] = [(block, block.forward) for block in skipped]
+        handle = self.blocks[self.block].register_forward_pre_hook(given, with_kwargs=True)
+        try:
+            for block, _ in originals:
+                block.forward = passed_on
+            yield
+        finally:
+            for block, _ in originals:
+                del block.forward
+            handle.remove()
 
 
 class _Reached(Exception):  # noqa: N818  (no error)
-    """Ends a forward pass at a block's input."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-@contextmanager
-def _skipping(blocks: Sequence[nn.Module], first: int, hidden: Tensor, extras: int | None) -> Iterator[None]:
-    """Makes the blocks before ``first`` return what they are given, and block ``first`` read ``hidden``."""
-
-    def passed_on(*args: Any, **kwargs: Any) -> Any:
-        result = args[0] if args else kwargs["hidden_states"]
-        return result if extras is None else (result, *[None] * extras)
-
-    def given(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (hidden, *args[1:])
-
-    originals: list[tuple[nn.Module, Callable[..., Any]]] = [(block, block.forward) for block in blocks[:first]]
-    handle = blocks[first].register_forward_pre_hook(given)
-    try:
-        for block, _ in originals:
-            block.forward = passed_on
-        yield
-    finally:
-        for block, _ in originals:
-            del block.forward
-        handle.remove()
+    """Ends a forward pass at a block whose input is kept."""
 
 
 @contextmanager
@@ -180,7 +218,7 @@ def truncated(
                 weight.copy_(projected_weight(weight, bases[name], count, unit))
         yield
     finally:
-        for weight, original in originals:
+        for weight, original in reversed(originals):
             weight.copy_(original)
 
 

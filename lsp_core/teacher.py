@@ -1,6 +1,6 @@
-"""The dense model's output on the training set, computed once: D + 2 numbers a token.
+"""The dense model's output on the training set, computed once: D + 2 numbers a position.
 
-It is kept in files of some sequences each, cut between micro-batches: where the files end changes nothing.
+It is kept in files of some examples each, cut between micro-batches: where the files end changes nothing.
 """
 
 import logging
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.durable import DamagedFileError, digest_tensors, read_checked, write_durably
 from lsp_core.gram import Progress, evaluating
+from lsp_core.inputs import Inputs
 from lsp_core.readout import Readout
 
 FIELDS = ("m", "c", "entropy")
@@ -22,25 +23,26 @@ log = logging.getLogger(__name__)
 
 def cache_teacher(
     model: PreTrainedModel,
-    tokens: Tensor,
+    examples: Tensor,
     *,
     micro_batch: int,
+    inputs: Inputs | None = None,
     progress: Progress | None = None,
     work: Path | None = None,
     checkpoint_sequences: int = 128,
     on_checkpoint: Callable[[], None] | None = None,
-) -> TeacherStatistic:  # (B, T) -> m (B, T, D), c (B, T), entropy (B, T)
-    """Returns the dense model's statistic of every position of ``tokens``, on the CPU.
+) -> TeacherStatistic:  # examples (B, ...) -> m (B, P, D), c (B, P), entropy (B, P)
+    """Returns the dense model's statistic of every position of ``examples``, as training reads it, on the CPU.
 
-    ``work``: a folder of this model alone, which keeps what is done every ``checkpoint_sequences`` sequences; a second
+    ``work``: a folder of this model alone, which keeps what is done every ``checkpoint_sequences`` examples; a second
     call continues from there. ``on_checkpoint`` is called after each of these.
     """
-    readout = Readout(model)
+    readout = Readout(model, inputs, purpose="train")
     size = micro_batch if work is None else max(1, checkpoint_sequences // micro_batch) * micro_batch
     parts: list[dict[str, Tensor]] = []
     with torch.no_grad(), evaluating(model):
-        for start in range(0, len(tokens), size):
-            rows = tokens[start : start + size]
+        for start in range(0, len(examples), size):
+            rows = examples[start : start + size]
             file = None if work is None else work / f"teacher-{start:08d}.safetensors"
             part = None if file is None else _read(file, rows)
             if part is None:
@@ -48,10 +50,10 @@ def cache_teacher(
                 for index, batch in enumerate(rows.split(micro_batch)):
                     pieces.append(_statistic(readout, batch.to(model.device)))
                     if progress is not None:
-                        progress(start + min((index + 1) * micro_batch, len(rows)), len(tokens))
+                        progress(start + min((index + 1) * micro_batch, len(rows)), len(examples))
                 part = _joined(pieces)
                 if file is not None:
-                    write_durably(file, part, {"tokens": digest_tensors({"tokens": rows})})
+                    write_durably(file, part, {"examples": digest_tensors({"examples": rows})})
                     if on_checkpoint is not None:
                         on_checkpoint()
             parts.append(part)
@@ -59,8 +61,8 @@ def cache_teacher(
 
 
 def _statistic(readout: Readout, batch: Tensor) -> dict[str, Tensor]:
-    flat = readout.statistic(readout.features(batch).flatten(0, 1))
-    return {name: getattr(flat, name).unflatten(0, batch.shape).cpu() for name in FIELDS}
+    statistic = readout.statistic(readout.outputs(batch))
+    return {name: getattr(statistic, name).cpu() for name in FIELDS}
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -71,11 +73,11 @@ def _read(file: Path, rows: Tensor) -> dict[str, Tensor] | None:
     """Returns the statistic of ``rows`` if ``file`` holds it, whole."""
     try:
         saved = read_checked(file)
-        if saved.fields != {"tokens": digest_tensors({"tokens": rows})} or set(saved.tensors) != set(FIELDS):
-            raise DamagedFileError(f"{file} is the teacher of other sequences")
+        if saved.fields != {"examples": digest_tensors({"examples": rows})} or set(saved.tensors) != set(FIELDS):
+            raise DamagedFileError(f"{file} is the teacher of other examples")
     except FileNotFoundError:
         return None
     except DamagedFileError as error:
-        log.warning("%s: these sequences are computed again", error)
+        log.warning("%s: these examples are computed again", error)
         return None
     return saved.tensors

@@ -22,11 +22,13 @@ from lsp_core.checkpoint import Checkpoints, TrainingState
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.durable import digest_tensors
 from lsp_core.gram import NonFiniteError, evaluating
+from lsp_core.inputs import Inputs
 from lsp_core.projector import Form, Projector, attached
 from lsp_core.readout import Readout
 from lsp_core.units import Unit
 
 Objective = Literal["kl", "task"]
+Metric = Literal["perplexity", "accuracy", "kl"]
 LARGEST_LOSS = 700.0  # nats; the perplexity of a greater one is no float64
 HINTS = ("micro_batch", "checkpoint_steps", "checkpoint_minutes")  # settings that change the result by rounding at most
 
@@ -44,8 +46,9 @@ class TrainingSettings:
     learning_rate: float
     objective: Objective = "kl"
     epochs: int = 10
-    batch_sequences: int = 16  # sequences an optimizer step
-    micro_batch: int = 4  # sequences a forward pass; changes memory, and the result by rounding alone
+    batch_sequences: int = 16  # examples an optimizer step
+    epoch_sequences: int | None = None  # examples an epoch, drawn anew for each; none: all
+    micro_batch: int = 4  # examples a forward pass; changes memory, and the result by rounding alone
     warmup_fraction: float = 0.05  # of all steps, linear, before the cosine
     modulation_epochs: float = 1.0  # alpha ramps from 0 to 1 over these
     dropout: float = 0.05  # probability that a removed direction is kept in a step
@@ -57,16 +60,26 @@ class TrainingSettings:
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that the result depends on."""
-        return {name: value for name, value in asdict(self).items() if name not in HINTS}
+        return {name: value for name, value in asdict(self).items() if name not in HINTS and value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization."""
+    """What training gave.
+
+    ``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization, with
+    the ``metric`` as ``validation``.
+    """
 
     vectors: dict[str, Tensor]
     history: list[dict[str, float]]
     best_epoch: int
+    metric: Metric
+
+
+def is_better(value: float, than: float, metric: Metric) -> bool:
+    """Whether ``value`` of ``metric`` is better: an accuracy if higher, else if lower."""
+    return value > than if metric == "accuracy" else value < than
 
 
 def default_learning_rate(parameters: int) -> float:
@@ -79,24 +92,41 @@ def train_projectors(
     units: Sequence[Unit],
     bases: Mapping[str, Tensor],
     removed: Mapping[str, int],
-    tokens: Tensor,
+    examples: Tensor,
     validation: Tensor,
     settings: TrainingSettings,
     *,
+    inputs: Inputs | None = None,
+    labels: Tensor | None = None,
+    validation_labels: Tensor | None = None,
     teacher: TeacherStatistic | None = None,
     work: Path | None = None,
     progress: TrainingProgress | None = None,
     on_checkpoint: Callable[[], None] | None = None,
 ) -> TrainingResult:
-    """Trains the V of every unit with ``removed`` > 0 and returns the best by validation perplexity.
+    """Trains the V of every unit with ``removed`` > 0 and returns the best by the validation metric.
 
-    ``tokens`` and ``validation`` (B, T); ``bases`` (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it,
-    recomputed for each micro-batch where it is None. ``work`` keeps the newest two checkpoints, from which a second
-    call continues; ``on_checkpoint`` is called after each.
-    Errors: ``NonFiniteError`` where the loss diverges.
+    ``examples`` and ``validation`` (B, ...), read as ``inputs`` says; ``labels`` (B,) of a classifier. The metric is
+    the perplexity of a language model, the accuracy of a classifier with ``validation_labels``, else the KL. ``bases``
+    (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it, recomputed for each micro-batch where it is None.
+    ``work`` keeps the newest two checkpoints, from which a second call continues; ``on_checkpoint`` is called after
+    each.
+    Errors: ``NonFiniteError`` where the loss diverges; ``ValueError`` for the task objective without a task.
     """
     with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
-        return Trainer(model, projectors, tokens, validation, settings, teacher, progress).run(work, on_checkpoint)
+        trainer = Trainer(
+            model,
+            projectors,
+            examples,
+            validation,
+            settings,
+            inputs=inputs,
+            labels=labels,
+            validation_labels=validation_labels,
+            teacher=teacher,
+            progress=progress,
+        )
+        return trainer.run(work, on_checkpoint)
 
 
 @contextmanager
@@ -119,20 +149,28 @@ class Trainer:
         self,
         model: PreTrainedModel,
         projectors: Mapping[str, Projector],
-        tokens: Tensor,
+        examples: Tensor,
         validation: Tensor,
         settings: TrainingSettings,
-        teacher: TeacherStatistic | None,
-        progress: TrainingProgress | None,
+        *,
+        inputs: Inputs | None = None,
+        labels: Tensor | None = None,
+        validation_labels: Tensor | None = None,
+        teacher: TeacherStatistic | None = None,
+        progress: TrainingProgress | None = None,
     ) -> None:
         self.model = model
         self.projectors = projectors
-        self.readout = Readout(model)
-        self.tokens, self.validation = tokens, validation
+        self.readout = Readout(model, inputs, purpose="train")
+        self.examples, self.validation = examples, validation
+        self.labels, self.validation_labels = labels, validation_labels
+        classifies = self.readout.kind == "classifier" and validation_labels is not None
+        self.metric: Metric = "perplexity" if self.readout.kind == "lm" else "accuracy" if classifies else "kl"
         self.settings = settings
         self.teacher = teacher
         self.progress = progress
-        self.steps_per_epoch = math.ceil(len(tokens) / settings.batch_sequences)
+        self.per_epoch = min(settings.epoch_sequences or len(examples), len(examples))
+        self.steps_per_epoch = math.ceil(self.per_epoch / settings.batch_sequences)
         self.total_steps = self.steps_per_epoch * settings.epochs
         self.optimizer = torch.optim.Adam([p.v for p in projectors.values()], lr=settings.learning_rate)
         warmup = round(settings.warmup_fraction * self.total_steps)
@@ -153,10 +191,8 @@ class Trainer:
 
         state = None if checkpoints is None else checkpoints.load()
         if state is None:
-            perplexity = self._validate()
-            state = TrainingState(
-                step=0, best_epoch=0, best=self._vectors(), history=[{"epoch": 0, "validation_perplexity": perplexity}]
-            )
+            history: list[dict[str, float]] = [{"epoch": 0, "validation": self._validate()}]
+            state = TrainingState(step=0, best_epoch=0, best=self._vectors(), history=history)
             save(state)
         while state.step < self.total_steps and not self._stops_early(state):
             state.loss_sum += self.accumulate(state.step)
@@ -170,12 +206,17 @@ class Trainer:
             if within == 0 or by_time or state.step % self.settings.checkpoint_steps == 0:
                 save(state)
             if self.progress is not None:
-                last = state.history[-1]["validation_perplexity"]
-                self.progress(state.step, self.total_steps, {"epoch": epoch, "validation_perplexity": last})
-        return TrainingResult(vectors=state.best, history=state.history, best_epoch=state.best_epoch)
+                last = state.history[-1]["validation"]
+                self.progress(state.step, self.total_steps, {"epoch": epoch, f"validation {self.metric}": last})
+        return TrainingResult(
+            vectors=state.best, history=state.history, best_epoch=state.best_epoch, metric=self.metric
+        )
 
     def _checkpoints(self, folder: Path) -> Checkpoints:
-        data = {"tokens": self.tokens, "validation": self.validation}
+        data = {"examples": self.examples, "validation": self.validation}
+        for name, labels in (("labels", self.labels), ("validation_labels", self.validation_labels)):
+            if labels is not None:
+                data[name] = labels
         return Checkpoints(
             folder=folder,
             projectors=self.projectors,
@@ -185,11 +226,11 @@ class Trainer:
         )
 
     def _close_epoch(self, state: TrainingState, epoch: int) -> None:
-        perplexity = self._validate()
-        if perplexity < min(record["validation_perplexity"] for record in state.history):
+        value = self._validate()
+        if is_better(value, state.history[state.best_epoch]["validation"], self.metric):
             state.best, state.best_epoch = self._vectors(), epoch
         loss = state.loss_sum / self.steps_per_epoch
-        state.history.append({"epoch": epoch, "validation_perplexity": perplexity, "train_loss": loss})
+        state.history.append({"epoch": epoch, "validation": value, "train_loss": loss})
         state.loss_sum = 0.0
 
     def _stops_early(self, state: TrainingState) -> bool:
@@ -203,7 +244,7 @@ class Trainer:
         """Fills the gradient of every V for optimizer step ``step``, from 0; returns the mean objective in nats."""
         self._set_forms(step)
         rows = self._rows(step)
-        targets = len(rows) * (self.tokens.shape[1] - (self.settings.objective == "task"))
+        targets = self.readout.count(self.examples[rows], task=self.settings.objective == "task")
         mean = 0.0
         for micro in rows.split(self.settings.micro_batch):
             loss = self._loss(micro).sum() / targets
@@ -234,7 +275,7 @@ class Trainer:
 
     def _rows(self, step: int) -> Tensor:
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(len(self.tokens), generator=_generator(self.settings.seed, 0, epoch))
+        order = torch.randperm(len(self.examples), generator=_generator(self.settings.seed, 0, epoch))[: self.per_epoch]
         return order[within * self.settings.batch_sequences : (within + 1) * self.settings.batch_sequences]
 
     def _set_forms(self, step: int) -> None:
@@ -246,36 +287,30 @@ class Trainer:
             else:
                 self.projectors[name].set_factor_form(masks.unbind())
 
-    def _loss(self, rows: Tensor) -> Tensor:  # (B,) -> one value a target token
-        ids = self.tokens[rows].to(self.model.device)
+    def _loss(self, rows: Tensor) -> Tensor:  # (B,) -> one value a target
+        batch = self.examples[rows]
         if self.settings.objective == "task":
-            return self._cross_entropy(ids)
-        if self.teacher is None:
-            with torch.no_grad(), _dense(self.projectors):
-                teacher = self.readout.statistic(self.readout.features(ids).flatten(0, 1))
-        else:
-            part = self.teacher[rows]
-            teacher = TeacherStatistic(
-                m=part.m.flatten(0, 1).to(ids.device),
-                c=part.c.flatten().to(ids.device),
-                entropy=part.entropy.flatten().to(ids.device),
-            )
-        return self.readout.divergence(self.readout.features(ids).flatten(0, 1), teacher)
+            return self.readout.losses(batch, None if self.labels is None else self.labels[rows])
+        teacher = self._statistic(batch) if self.teacher is None else self.teacher[rows].to(self.model.device)
+        return self.readout.divergence(self.readout.outputs(batch), teacher, self.readout.kept(batch))
 
-    def _cross_entropy(self, ids: Tensor) -> Tensor:  # (B, T) -> (B * (T - 1),)
-        features = self.readout.features(ids)[:, :-1]
-        return self.readout.cross_entropy(features.flatten(0, 1), ids[:, 1:].flatten())
+    @torch.no_grad()
+    def _statistic(self, batch: Tensor) -> TeacherStatistic:
+        """Returns what the dense model gives: the same network with its projectors off."""
+        with _dense(self.projectors):
+            return self.readout.statistic(self.readout.outputs(batch))
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Returns the perplexity on the validation tokens at alpha = 1 without masks."""
+        """Returns the metric on the validation examples at alpha = 1 without masks."""
         for projector in self.projectors.values():
             projector.set_factor_form()
         total, count = 0.0, 0
-        for batch in self.validation.split(self.settings.micro_batch):
-            losses = self._cross_entropy(batch.to(self.model.device))
-            total += losses.sum(dtype=torch.float64).item()
-            count += losses.numel()
+        for start in range(0, len(self.validation), self.settings.micro_batch):
+            rows = slice(start, start + self.settings.micro_batch)
+            values = self._validation_values(self.validation[rows], rows)
+            total += values.sum(dtype=torch.float64).item()
+            count += values.numel()
         for projector in self.projectors.values():
             projector.set_dense()
         mean = total / count
@@ -283,7 +318,15 @@ class Trainer:
             raise NonFiniteError(
                 f"the validation loss is {mean} nats: lower the learning rate, or check the model's dtype"
             )
-        return math.exp(mean)
+        return math.exp(mean) if self.metric == "perplexity" else mean
+
+    def _validation_values(self, batch: Tensor, rows: slice) -> Tensor:  # (B, ...) -> (n,)
+        if self.metric == "perplexity":
+            return self.readout.losses(batch)
+        if self.validation_labels is not None and self.metric == "accuracy":
+            labels = self.validation_labels[rows].to(self.model.device)
+            return (self.readout.class_logits(batch).argmax(-1) == labels).double()
+        return self.readout.divergence(self.readout.outputs(batch), self._statistic(batch), self.readout.kept(batch))
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from transformers import (
 )
 
 from lsp_core.basis import ordered_basis
+from lsp_core.discovery import discover_units
 from lsp_core.gram import gather_grams
 from lsp_core.projector import attached
 from lsp_core.training import Trainer, frozen
-from lsp_core.units import Side, Unit, discover_units, weight_of
+from lsp_core.units import Side, Unit, weight_of
 
 VOCABULARY = 101
 HEADS = {"hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCABULARY}
@@ -48,7 +49,7 @@ FAMILIES = {
         head_dim=12,
         tie_word_embeddings=False,
     ),
-    # soft-capped logits: the head is not linear; its attention is eager, so roles cannot be traced
+    # soft-capped logits: the head is not linear; its attention is eager
     "gemma2": lambda: Gemma2Config(
         **HEADS,
         intermediate_size=80,

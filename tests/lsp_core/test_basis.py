@@ -4,11 +4,13 @@ X stands for n calibration inputs, E(Z) = |(W - Z) X^T|^2, with the unnormalized
 1e-10 relative: eigenvectors of a Gram of condition 1e3 in float64 leave errors of second order in 1e3 * 1e-16.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from lsp_core.basis import IndefiniteGramError, cholesky_with_ridge, ordered_basis
+from lsp_core.basis import IndefiniteGramError, cholesky_with_ridge, ordered_basis, random_basis
 from lsp_core.gram import NonFiniteError
 
 TOLERANCE = 1e-10
@@ -116,6 +118,46 @@ def test_one_basis_is_nested_for_every_rank(make_unit, make_gram, side, init):
             alone = torch.linalg.svd(s).U[:, :r]
         alone = torch.linalg.qr(alone).Q
         assert (q[:, :r] @ q[:, :r].T - alone @ alone.T).abs().max() <= 1e-8  # eigenvalue gaps down to 1e-3 of 1e-3
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("dimension", [1, 2, 33])
+def test_a_random_basis_is_orthogonal_and_a_function_of_seed_and_name(make_unit, make_gram, side, dimension):
+    unit = make_unit(side, dimension, (7,))
+    shape = (7, dimension) if side == "input" else (dimension, 7)
+
+    def drawn(seed, name=unit.name, gram_seed=0):
+        gram = make_gram(dimension, seed=gram_seed)
+        named = dataclasses.replace(unit, name=name)
+        basis = ordered_basis(named, gram, [random(*shape, seed=gram_seed)], init="random", seed=seed)
+        assert basis.ridge == 0
+        return basis.q
+
+    q = drawn(0)
+    assert close(q.T @ q, torch.eye(dimension, dtype=torch.float64), torch.ones(()))
+    assert torch.equal(q, drawn(0, gram_seed=1))
+    if dimension > 1:
+        assert not torch.allclose(q, drawn(1))
+        assert not torch.allclose(q, drawn(0, name="another.unit"))
+        state = torch.get_rng_state()
+        drawn(2)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_random_bases_have_no_preferred_direction():
+    """Entries of a uniform orthogonal matrix have mean 0 and variance 1/D: 4 standard errors over 400 draws."""
+    draws = torch.stack([random_basis(5, f"unit {i}", 0) for i in range(400)])
+    assert draws.mean(0).abs().max() <= 4 * (1 / 5 / 400) ** 0.5
+    # the variance of q^2 is 2 (D - 1) / (D^2 (D + 2))
+    assert (draws.square().mean(0) - 1 / 5).abs().max() <= 4 * (2 * 4 / (25 * 7) / 400) ** 0.5
+
+
+def test_a_random_basis_takes_the_grams_dtype_and_refuses_a_nan(make_unit, make_gram):
+    unit, gram = make_unit("input", 11, (7,)), make_gram(11)
+    assert ordered_basis(unit, gram.float(), [random(7, 11, seed=0)], init="random").q.dtype == torch.float32
+    gram[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError):
+        ordered_basis(unit, gram, [random(7, 11, seed=0)], init="random")
 
 
 def test_plain_ignores_the_weights_and_whitened_does_not(make_unit, make_gram):

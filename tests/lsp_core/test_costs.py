@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lsp_core import costs
 from lsp_core.basis import ordered_basis
+from lsp_core.discovery import discover_units
 from lsp_core.flops import merge_flops
 from lsp_core.gram import gather_grams
 from lsp_core.merging import merge_model, removed_directions
@@ -23,7 +24,7 @@ from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, head_is_linear, shapes_of
 from lsp_core.teacher import cache_teacher
 from lsp_core.training import TrainingSettings, train_projectors
-from lsp_core.units import discover_units, weight_of
+from lsp_core.units import weight_of
 
 FAMILIES = ["llama", "opt", "gpt2", "qwen3", "gemma2"]
 POINTS, MICRO_BATCH = 5, 4

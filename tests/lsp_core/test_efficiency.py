@@ -1,6 +1,7 @@
 """Analytic figures: the paper's rows to the printed digit, and real parameters and counted FLOPs on tiny models."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
 
 from lsp_core.allocation import uniform_parameters
+from lsp_core.discovery import discover_units
 from lsp_core.efficiency import efficiency
 from lsp_core.merging import merge_model, removed_directions
-from lsp_core.units import discover_units
 
 GIB = 2**30
 CONTEXT = 2048
@@ -170,9 +171,9 @@ def test_no_context_fits_beside_weights_that_do_not(llama_2_7b):
 
 
 def test_unknown_roles_are_an_error_not_a_guess():
-    """Soft-capped attention runs eagerly, so the trace cannot tell which layers feed the cache."""
+    """Where a trace saw no attention, it cannot tell which layers feed the cache."""
     model = on_meta(Gemma2Config(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2))
-    units = discover_units(model, kv_routing="input")
+    units = [replace(unit, roles=("",) * len(unit.members)) for unit in discover_units(model, kv_routing="input")]
     assert efficiency(model, units, {}).kv_floats_per_token_per_layer > 0
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         efficiency(model, units, {units[0].name: 5})

@@ -7,6 +7,7 @@ import torch
 
 from lsp_core.durable import read_checked
 from lsp_core.gram import FILE, NonFiniteError, gather_grams
+from lsp_core.inputs import Inputs
 from lsp_core.units import weight_of
 
 EPS = torch.finfo(torch.float64).eps
@@ -53,7 +54,7 @@ def test_leaves_padding_out(prepare, family, side):
     short, long = case.tokens[0, :4], case.tokens[1, :9]
     padding = torch.ones(5, dtype=torch.long)
     padded = torch.stack([torch.cat([padding, short] if side == "left" else [short, padding]), long])
-    grams = gather_grams(case.model, case.units, padded, micro_batch=2, padding_id=1)
+    grams = gather_grams(case.model, case.units, padded, micro_batch=2, inputs=Inputs(padding_id=1))
     alone = [gather_grams(case.model, case.units, ids[None], micro_batch=1) for ids in (short, long)]
     for name, gram in grams.items():
         expected = alone[0][name] + alone[1][name]
@@ -178,7 +179,7 @@ def test_sums_of_something_else_are_not_continued(prepare, tmp_path, caplog, for
     elif foreign == "units":
         case.units = case.units[:-1]
     else:
-        options["padding_id"] = int(case.tokens[0, 0])
+        options["inputs"] = Inputs(padding_id=int(case.tokens[0, 0]))
     with caplog.at_level(logging.WARNING):
         grams = gather(case, work=tmp_path, **options)
     assert "from zero" in caplog.text

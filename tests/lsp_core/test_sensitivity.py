@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
+from lsp_core.discovery import discover_units
 from lsp_core.gram import NonFiniteError
 from lsp_core.readout import Readout
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, projected_weight, removal_counts, truncated
-from lsp_core.units import discover_units, find_blocks, weight_of
+from lsp_core.units import find_blocks, weight_of
 
 TOLERANCE = 1e-12  # nats; float64 logits of a few units, summed over 101 entries
 
@@ -106,7 +107,7 @@ def test_softcapped_head_goes_through_full_logits(prepare, make_model):
     case = prepare("gemma2")
     assert Readout(case.model).head is None
     assert Readout(make_model("llama")).head is not None
-    features = Readout(case.model).features(case.tokens)
+    features = Readout(case.model).outputs(case.tokens)
     assert torch.equal(features, case.logits())
 
 

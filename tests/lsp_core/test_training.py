@@ -10,11 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lsp_core import training
 from lsp_core.basis import ordered_basis
+from lsp_core.discovery import discover_units
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.gram import NonFiniteError, gather_grams
 from lsp_core.teacher import cache_teacher
 from lsp_core.training import Trainer, TrainingSettings, train_projectors
-from lsp_core.units import discover_units, weight_of
+from lsp_core.units import weight_of
 
 # 6 sequences in steps of 4: two steps an epoch, the second one smaller
 SETTINGS = TrainingSettings(learning_rate=3e-3, epochs=3, batch_sequences=4, micro_batch=4, patience=9)
@@ -188,7 +189,7 @@ def test_validation_is_the_perplexity_of_the_full_projection(prepare, oracles):
     for record, vectors in ((result.history[0], initial), (result.history[1], result.vectors)):
         logits = oracles.logits(case, vectors, oracles.all_removed(case), 1.0).detach()[:3]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), case.tokens[:3, 1:].flatten())
-        assert record["validation_perplexity"] == pytest.approx(math.exp(loss), rel=1e-10)
+        assert record["validation"] == pytest.approx(math.exp(loss), rel=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def test_training_lowers_the_validation_perplexity_of_a_fitted_model(fitted, obj
         dense = math.exp(model(input_ids=validation, labels=validation).loss)
     settings = TrainingSettings(learning_rate=1e-2, epochs=5, batch_sequences=16, micro_batch=16, objective=objective)
     result = train_projectors(model, units, bases, removed, tokens, validation, settings)
-    initial, best = (result.history[epoch]["validation_perplexity"] for epoch in (0, result.best_epoch))
+    initial, best = (result.history[epoch]["validation"] for epoch in (0, result.best_epoch))
     assert dense < 0.6 * 17  # it did learn: a uniform guess has 17
     assert initial > 1.1 * dense  # and the truncation hurts
     assert best - dense < 0.7 * (initial - dense)

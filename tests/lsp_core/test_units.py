@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lsp_core.units import LINEAR_TYPES, Unit, discover_units, find_blocks, weight_of
+from lsp_core.discovery import discover_units
+from lsp_core.units import LINEAR_TYPES, Unit, find_blocks, weight_of
 
 COMMON = {"vocab_size": 61, "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 3}
 LLAMA = LlamaConfig(**COMMON, intermediate_size=40)
@@ -172,9 +174,30 @@ def test_output_tie_needs_both_keys_and_values():
         discover_units(on_meta(LLAMA), kv_routing="output", exclude=["*.v_proj"])
 
 
-def test_attention_that_cannot_be_traced():
-    model = on_meta(QWEN3, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"cannot tell.*attn_implementation='sdpa'"):
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, OPT, GPT2], ids=lambda config: config.model_type)
+def test_attention_that_is_not_fused_gives_the_same_units(config):
+    assert discover_units(on_meta(config, attn_implementation="eager")) == discover_units(on_meta(config))
+
+
+class _OpaqueAttention(torch.autograd.Function):
+    """An attention that no trace sees through."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+def test_attention_that_cannot_be_traced(monkeypatch):
+    def opaque(module, query, key, value, *_, **__):
+        return _OpaqueAttention.apply(query, key, value).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", opaque)
+    model = on_meta(QWEN3)
+    with pytest.raises(ValueError, match=r"cannot tell.*explicit groups"):
         discover_units(model)
     units = discover_units(model, kv_routing="input")
     assert first_block(units, "model.layers")[0] == (*GROUPED["input"][0][:-1], ("", "", ""))
