@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from lsp_core.basis import Init
 from lsp_core.flops import (
@@ -57,13 +56,19 @@ def calibrate_cost(*, sequences: int, length: int, text_bytes: int) -> Cost:
     )
 
 
+def images_cost(shapes: Shapes, *, images: int) -> Cost:
+    """Decodes ``images`` and writes them as bytes of pixels; what the encoded files weigh is not known."""
+    size = images * shapes.examples(1, 1).numel()
+    return Cost(peak_bytes=size, read_bytes=size, written_bytes=size)
+
+
 def gather_cost(
     shapes: Shapes, units: Sequence[Unit], *, sequences: int, length: int, micro_batch: int, precision_bytes: int
 ) -> Cost:
     """One forward pass without the head; a D x D product a token for each Gram, and member of an output tie."""
     tokens = sequences * length
     grams = sum(2.0 * u.dimension**2 * (len(u.members) if u.side == "output" else 1) for u in units)
-    batch = _tokens(min(micro_batch, sequences), length)
+    batch = shapes.examples(min(micro_batch, sequences), length)
     working = gather_peak(shapes, units, batch, _precision(precision_bytes))
     return Cost(
         flops=tokens * shapes.forward(length),
@@ -115,7 +120,8 @@ def measure_cost(
 ) -> Cost:
     """The dense pass with its statistic, one pass over each block but the last to keep its input, and the candidates.
 
-    A candidate in block b is a projected weight, the blocks b .. L-1 and the head.
+    A candidate in block b is a projected weight, the blocks b .. L-1 and the head. At each block one micro-batch checks
+    that the dense model gives the same from there on.
     """
     tokens = sequences * length
     counts = {unit.name: counts_to_measure(unit, removal_counts(unit, points)) for unit in units}
@@ -125,12 +131,15 @@ def measure_cost(
     flops += sum(len(counts[u.name]) * shapes.forward(length, u.block) for u in units)
     heads = shapes.statistic() + candidates * shapes.logits()
     probe = _probe(shapes)
-    batch = _tokens(min(micro_batch, sequences), length)
+    batch = shapes.examples(min(micro_batch, sequences), length)
+    checked = {unit.block for unit in units} - {0}
+    probe_flops = probe.flops + len(batch) * length * sum(shapes.forward(length, block) for block in checked)
+    checked_heads = 0.0 if shapes.linear_head else len(batch) * length * len(checked) * shapes.logits()
     working = measure_peak(shapes, units, batch, _precision(precision_bytes))
     kept = (sequences - len(batch)) * length * _streamed_bytes(shapes)
     return Cost(
-        flops=tokens * flops + probe.flops,
-        head_flops=tokens * heads + probe.head_flops,
+        flops=tokens * flops + probe_flops,
+        head_flops=tokens * heads + probe.head_flops + checked_heads,
         flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=tokens * (1 + candidates) * float(shapes.vocabulary),
         peak_bytes=shapes.weight_bytes + working + kept,
@@ -159,7 +168,8 @@ def fisher_cost(
         head_flops=tokens * 2 * shapes.logits() + probe.head_flops,
         flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=float(tokens) * shapes.vocabulary,
-        peak_bytes=shapes.weight_bytes + fisher_peak(shapes, units, _tokens(1, length), _precision(precision_bytes)),
+        peak_bytes=shapes.weight_bytes
+        + fisher_peak(shapes, units, shapes.examples(1, length), _precision(precision_bytes)),
         read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
     )
@@ -179,7 +189,7 @@ def joint_cost(
     """A dense pass with its statistic, and ``measurements`` passes of the model cut as ``removed`` or near it."""
     tokens = sequences * length
     probe = _probe(shapes)
-    batch = _tokens(min(micro_batch, sequences), length)
+    batch = shapes.examples(min(micro_batch, sequences), length)
     working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
     return Cost(
         flops=tokens * (1 + measurements) * shapes.forward(length) + probe.flops,
@@ -201,9 +211,9 @@ def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: in
     """One forward pass and the statistic of each token; nothing is kept of a head that is not linear."""
     tokens = sequences * length
     probe = _probe(shapes)
-    if not shapes.linear_head:
+    if not shapes.keeps_teacher:
         return Cost(peak_bytes=shapes.weight_bytes, read_bytes=shapes.stored_bytes)
-    batch = _tokens(min(micro_batch, sequences), length)
+    batch = shapes.examples(min(micro_batch, sequences), length)
     working = teacher_peak(shapes, batch)
     whole = tokens * shapes.statistic_bytes
     if shapes.on_host:  # parts are kept on the CPU and joined at the end, beside the pieces of the last
@@ -280,7 +290,7 @@ def train_cost(
         shapes,
         units,
         removed,
-        _tokens(min(2 * micro_batch, batch_sequences, sequences), length),
+        shapes.examples(min(2 * micro_batch, batch_sequences, sequences), length),
         micro_batch=micro_batch,
         modulated=modulated > 0,
         precision=_precision(precision_bytes),
@@ -288,7 +298,7 @@ def train_cost(
         dropout=dropout,
         teacher_kept=teacher_kept,
     )
-    statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept and shapes.linear_head else 0
+    statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept and shapes.keeps_teacher else 0
     vectors, bases = _vector_bytes(shapes, active, removed), _basis_bytes(units, precision_bytes)
     ids = tokens + validation_sequences * length
     if shapes.on_host:
@@ -322,7 +332,7 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
     saved = sum(unit.saved(removed.get(unit.name, 0)) for unit in units)
     peak = 0
     if shapes.on_host:
-        projected = projecting_peak(shapes, units, removed, _tokens(1, MERGE_PROBE))
+        projected = projecting_peak(shapes, units, removed, shapes.examples(1, MERGE_PROBE))
         working = max(projected, merging_peak(shapes, units, removed))
         peak = shapes.weight_bytes + _basis_bytes(units, precision_bytes) + vectors + working
     products, solvers = merge_flops(units, removed)
@@ -360,7 +370,7 @@ def evaluate_cost(
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
     change = sum(factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
     saved = sum(unit.saved(removed[unit.name]) for unit in active) * shapes.dtype.itemsize
-    batch = _tokens(min(micro_batch, sequences), length)
+    batch = shapes.examples(min(micro_batch, sequences), length)
     peak = shapes.weight_bytes - saved + perplexity_peak(shapes, batch)
     flops, heads, logits = tokens * (shapes.forward(length) + 2.0 * change), tokens * shapes.logits(), float(tokens)
     products = solvers = 0.0
@@ -375,7 +385,7 @@ def evaluate_cost(
         peak = max(peak, shapes.weight_bytes + host + merging_peak(shapes, units, removed))
     if kl_sequences:
         length = kl_length or length
-        tokens, batch = kl_sequences * length, _tokens(min(micro_batch, kl_sequences), length)
+        tokens, batch = kl_sequences * length, shapes.examples(min(micro_batch, kl_sequences), length)
         flops += tokens * 2 * shapes.forward(length) + probe.flops
         heads += tokens * (shapes.statistic() + shapes.logits()) + probe.head_flops
         products += sum(projection_flops(unit, removed[unit.name]) for unit in active)
@@ -413,10 +423,6 @@ def _vector_bytes(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, i
 def _streamed_bytes(shapes: Shapes) -> int:
     """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token."""
     return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + 8
-
-
-def _tokens(sequences: int, length: int) -> Tensor:  # (B, T)
-    return torch.zeros(sequences, length, dtype=torch.long)
 
 
 def _precision(precision_bytes: int) -> torch.dtype:

@@ -100,6 +100,7 @@ def _left_alone(model: PreTrainedModel, trace: Trace) -> dict[str, str]:
     called = {module for group in trace.groups for module in group.members}
     reasons = dict.fromkeys(trace.tied, "shares its weight with an embedding")
     reasons |= {trace.names[module]: "router" for module in trace.routers}
+    reasons |= {trace.names[module]: "called otherwise than with one positional tensor" for module in trace.odd}
     for module, name in trace.names.items():
         if module not in called and not any(module.weight is other.weight for other in called):
             reasons.setdefault(name, "not used in a forward pass")

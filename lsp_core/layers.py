@@ -43,7 +43,16 @@ class Factor(nn.Module):
         return self._once(lambda source: F.linear(source, self.weight), x)
 
 
-class FactoredLinear(nn.Module):
+class StandIn(nn.Module):
+    """What takes the place of a linear layer. Some blocks ask a layer's ``weight`` for its dtype before the call."""
+
+    @property
+    def weight(self) -> Tensor:
+        """A tensor of the layer's dtype and device."""
+        raise NotImplementedError
+
+
+class FactoredLinear(StandIn):
     """y = B A x + bias. ``input_factor`` holds A (R, D_in), ``output_factor`` B (D_out, R); either may be shared."""
 
     def __init__(self, input_factor: Factor, output_factor: Factor, bias: Tensor | None) -> None:
@@ -51,6 +60,10 @@ class FactoredLinear(nn.Module):
         self.input_factor = input_factor
         self.output_factor = output_factor
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.output_factor.weight
 
     @property
     def rank(self) -> int:

@@ -48,8 +48,9 @@ def save_compressed(
     weights |= {name: buffer.contiguous() for name, buffer in _persistent_buffers(model)}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)  # encoders and classifiers generate nothing
+    if generation is not None:
+        generation.save_pretrained(folder)
 
 
 def load_compressed(folder: str | Path) -> PreTrainedModel:

@@ -29,7 +29,17 @@ from lsp_core.units import Unit, weight_of
 
 def gather_peak(shapes: Shapes, units: Sequence[Unit], batch: Tensor, precision: torch.dtype) -> int:
     """Gram matrices, and a forward pass with the activations in ``precision``; ``batch`` (B, T) of tokens."""
-    return peak_bytes(partial(gather_grams, shapes.model, units, batch, micro_batch=len(batch), precision=precision))
+    return peak_bytes(
+        partial(
+            gather_grams,
+            shapes.model,
+            units,
+            batch,
+            micro_batch=len(batch),
+            precision=precision,
+            inputs=shapes.inputs,
+        )
+    )
 
 
 def bases_peak(shapes: Shapes, units: Sequence[Unit], precision: torch.dtype, init: Init) -> int:
@@ -48,7 +58,7 @@ def measure_peak(shapes: Shapes, units: Sequence[Unit], batch: Tensor, precision
 
     def some() -> None:
         bases = empty_bases(units, precision)
-        sensitivity = Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch))
+        sensitivity = Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch), inputs=shapes.inputs)
         for unit in distinct(units):
             sensitivity.measure(unit.name, max(1, unit.dimension // 2))
 
@@ -73,14 +83,14 @@ def joint_peak(
 
     def joint() -> None:
         bases = empty_bases(units, precision)
-        Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch)).joint(removed)
+        Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch), inputs=shapes.inputs).joint(removed)
 
     return peak_bytes(joint)
 
 
 def teacher_peak(shapes: Shapes, batch: Tensor) -> int:
     """A forward pass and the statistic of ``batch``."""
-    return peak_bytes(partial(cache_teacher, shapes.model, batch, micro_batch=len(batch)))
+    return peak_bytes(partial(cache_teacher, shapes.model, batch, micro_batch=len(batch), inputs=shapes.inputs))
 
 
 def perplexity_peak(shapes: Shapes, batch: Tensor) -> int:
@@ -88,7 +98,10 @@ def perplexity_peak(shapes: Shapes, batch: Tensor) -> int:
 
     @torch.inference_mode()
     def losses() -> None:
-        logits = shapes.model(input_ids=batch.to(META), use_cache=False).logits[:, :-1]
+        result = shapes.model(**shapes.inputs.arguments(batch, shapes.model))
+        if shapes.kind != "lm":
+            return
+        logits = result.logits[:, :-1]
         labels = torch.empty(len(batch) * (batch.shape[1] - 1), dtype=torch.long, device=META)
         F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
         torch.isfinite(logits)
@@ -116,8 +129,10 @@ def training_peak(
     """
     bases = empty_bases(units, precision)
     teacher = None
-    if objective == "kl" and teacher_kept and shapes.linear_head:
-        m = torch.empty(*tokens.shape, shapes.hidden, dtype=_wide(shapes), device=META)
+    labels = torch.zeros(len(tokens), dtype=torch.long) if shapes.kind == "classifier" else None
+    if objective == "kl" and teacher_kept and shapes.keeps_teacher:
+        positions = shapes.positions or tokens.shape[1]
+        m = torch.empty(len(tokens), positions, shapes.hidden, dtype=_wide(shapes), device=META)
         teacher = TeacherStatistic(m=m, c=m[..., 0], entropy=m[..., 0])
     settings = TrainingSettings(
         learning_rate=1e-3,
@@ -132,7 +147,9 @@ def training_peak(
     def steps() -> None:
         model = shapes.model
         with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
-            trainer = Trainer(model, projectors, tokens, tokens, settings, teacher=teacher)
+            trainer = Trainer(
+                model, projectors, tokens, tokens, settings, inputs=shapes.inputs, labels=labels, teacher=teacher
+            )
             for step in range(2):
                 trainer.accumulate(step)
                 trainer.update()

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lsp_core.layers import Once, bias_of, replace_module
+from lsp_core.layers import Once, StandIn, bias_of, replace_module
 from lsp_core.orthogonal import complement, orthonormalize
 from lsp_core.units import Unit, weight_of
 
@@ -122,13 +122,17 @@ class Projector:
         return projected if bias is None else projected + bias
 
 
-class _ProjectedLinear(nn.Module):
+class _ProjectedLinear(StandIn):
     """Stands in for one member while its projector is attached."""
 
     def __init__(self, projector: Projector, member: int) -> None:
         super().__init__()
         self.projector = projector
         self.member = member
+
+    @property
+    def weight(self) -> Tensor:
+        return self.projector.weights[self.member]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.projector.apply(self.member, x)

@@ -70,12 +70,18 @@ class Sensitivity:
         self.inputs = [batch.new_empty(0) for batch in self.batches]  # dense input (B, T, D) of block ``self.block``
         self.extras: list[tuple[Any, ...] | None] = [None] * len(self.batches)  # beside it, in the stack's first block
         self.teacher: list[TeacherStatistic] = []
-        with torch.inference_mode(), evaluating(model):
+        called: list[int] = []
+        with torch.inference_mode(), evaluating(model), ExitStack() as stack:
+            for number, block in enumerate(self.blocks):
+                note = block.register_forward_pre_hook(lambda *_, number=number: called.append(number))
+                stack.callback(note.remove)
             for index in range(len(self.batches)):
                 outputs = self._keep(index, 0)
                 self.teacher.append(self.readout.statistic(outputs))
                 if index == 0:
                     self.dense_outputs = outputs
+        if called != [*range(len(self.blocks))] * len(self.batches):
+            self._stop_streaming("the blocks do not run once each, in order")
 
     def measure(self, name: str, count: int) -> float:
         """Returns the KL, in nats, of removing the last ``count`` directions of unit ``name`` alone.
@@ -109,48 +115,52 @@ class Sensitivity:
         if block == self.block or not self.streamed:
             self.block = block
             return
-        first = self._first_of(block)
+        first = self._stack_of(block).start
         stops = (block,) if self.block >= first else (first, block)
         with torch.inference_mode(), evaluating(self.model):
             for stop in dict.fromkeys(stops):
                 for index in range(len(self.batches)):
                     self._keep(index, stop, stop=True)
                 self.block = stop
-            self.streamed = self._streams()
-        if not self.streamed:
-            log.warning(
-                "%s: block %d reads more of the blocks before it than their hidden state: every candidate runs the "
-                "whole model",
-                type(self.model).__name__,
-                block,
-            )
+            if not self._streams():
+                self._stop_streaming(f"block {block} reads more of the blocks before it than their hidden state")
 
     def _streams(self) -> bool:
         """Whether the dense model, run from ``self.block`` on, gives what it gives as a whole."""
         outputs, expected = self._from_block(0), self.dense_outputs
-        tolerance = 64 * torch.finfo(expected.dtype).eps * expected.abs().max()
+        tolerance = 8 * torch.finfo(expected.dtype).eps * expected.abs().max()  # the same products of the same numbers
         return bool((outputs - expected).abs().max() <= tolerance)
 
-    def _first_of(self, block: int) -> int:
-        """Returns the first block of the stack in which ``block`` lies."""
+    def _stop_streaming(self, why: str) -> None:
+        self.streamed = False
+        log.warning("%s: %s: every candidate runs the whole model", type(self.model).__name__, why)
+
+    def _stack_of(self, block: int) -> range:
+        """Returns the blocks of the stack in which ``block`` lies."""
         first = 0
         for stack in self.stacks:
             if block < first + len(stack):
-                return first
+                return range(first, first + len(stack))
             first += len(stack)
         raise IndexError(block)
 
     def _keep(self, index: int, block: int, *, stop: bool = False) -> Tensor:
         """Keeps the dense input of ``block`` for one micro-batch; returns the outputs, of no use where it stops."""
-        first = self._first_of(block)
+        first = self._stack_of(block).start
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.inputs[index] = args[0] if args else kwargs["hidden_states"]
             if stop and block != first:
                 raise _Reached
 
-        def keep_extras(_: nn.Module, __: object, output: object) -> None:
+        def note_extras(_: nn.Module, __: object, output: object) -> None:
             self.extras[index] = tuple(output[1:]) if isinstance(output, tuple) else None
+
+        def keep_extras(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            read = (*args, *kwargs.values())  # of attention weights that no block reads there may be much
+            extras = self.extras[index] or ()
+            kept = tuple(extra if any(extra is value for value in read) else None for extra in extras)
+            self.extras[index] = None if self.extras[index] is None else kept
             if stop:
                 raise _Reached
 
@@ -158,8 +168,9 @@ class Sensitivity:
             if first <= self.block < block:
                 stack.enter_context(self._skipping(index))
             stack.callback(self.blocks[block].register_forward_pre_hook(keep, with_kwargs=True).remove)
-            if block == first:
-                stack.callback(self.blocks[block].register_forward_hook(keep_extras).remove)
+            if block == first and block + 1 in self._stack_of(block):
+                stack.callback(self.blocks[block].register_forward_hook(note_extras).remove)
+                stack.callback(self.blocks[block + 1].register_forward_pre_hook(keep_extras, with_kwargs=True).remove)
             try:
                 return self.readout.outputs(self.batches[index])
             except _Reached:
@@ -184,7 +195,7 @@ class Sensitivity:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
-        skipped = self.blocks[self._first_of(self.block) : self.block]
+        skipped = self.blocks[self._stack_of(self.block).start : self.block]
         originals: list[tuple[nn.Module, Callable[..., Any]]] = [(block, block.forward) for block in skipped]
         handle = self.blocks[self.block].register_forward_pre_hook(given, with_kwargs=True)
         try:

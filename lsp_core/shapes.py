@@ -1,13 +1,15 @@
 """The shapes of a model that the costs of the stages are figured from, and what a cost consists of."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lsp_core.dryrun import peak_bytes
+from lsp_core.inputs import PIXELS, Inputs, inputs_of, probe
+from lsp_core.readout import Kind, Readout
 from lsp_core.units import LINEAR_TYPES, find_blocks, weight_of
 
 META = torch.device("meta")
@@ -41,10 +43,14 @@ class Cost:
 class Shapes:
     """What the formulas need of a model that computes in ``dtype`` on the CPU (``on_host``) or on a device.
 
-    ``blocks``: parameters of the linear layers of each block; ``attention``: heads x their width; ``stored_bytes``:
-    weights on disk; ``model``: on the meta device, in ``dtype``.
+    ``kind``: as ``Readout`` says; ``positions`` of an image, 0 for tokens; ``inputs``: without padding; ``vocabulary``:
+    numbers of a distribution; ``blocks``: parameters of the linear layers of each block; ``attention``: heads x their
+    width; ``stored_bytes``: weights on disk; ``model``: on the meta device, in ``dtype``.
     """
 
+    kind: Kind
+    positions: int
+    inputs: Inputs
     parameters: int
     dtype: torch.dtype
     stored_bytes: int
@@ -64,8 +70,19 @@ class Shapes:
     @property
     def statistic_bytes(self) -> int:
         """Bytes of a teacher's statistic of one token."""
-        width = self.hidden if self.linear_head else self.vocabulary
+        width = self.hidden if self.keeps_teacher else self.vocabulary
         return (width + 2) * max(4, self.dtype.itemsize)
+
+    @property
+    def keeps_teacher(self) -> bool:
+        """Whether a teacher's statistic has the width of the hidden state."""
+        return self.linear_head or self.kind != "lm"
+
+    def examples(self, count: int, length: int) -> Tensor:  # (count, length) or (count, C, H, W)
+        """Returns examples of no content, of ``length`` tokens each."""
+        if self.positions == 0:
+            return torch.zeros(count, length, dtype=torch.long)
+        return torch.zeros(count, *probe(self.model).shape[1:], dtype=torch.uint8)
 
     def forward(self, length: int, first: int = 0) -> float:
         """FLOPs that the blocks from ``first`` on take a token in a context of ``length``."""
@@ -100,6 +117,8 @@ def shapes_of(
         model = copy.deepcopy(model)
         nn.Module.to(model, device=META, dtype=dtype)
     config = model.config.get_text_config()
+    kind, positions = _kind_of(model)
+    distribution = {"lm": "vocab_size", "classifier": "num_labels", "encoder": "hidden_size"}[kind]
     head: nn.Module | None = model.get_output_embeddings()
     heads: int = config.num_attention_heads
     parameters = sum(p.numel() for p in model.parameters())
@@ -108,7 +127,10 @@ def shapes_of(
         dtype=dtype,
         stored_bytes=parameters * dtype.itemsize if stored_bytes is None else stored_bytes,
         hidden=config.hidden_size,
-        vocabulary=config.vocab_size,
+        kind=kind,
+        positions=positions if model.main_input_name == PIXELS else 0,
+        inputs=replace(inputs_of(model), padding_id=None),
+        vocabulary=getattr(config, distribution),
         head_parameters=0 if head is None else weight_of(head).numel(),
         linear_head=head_is_linear(model),
         attention=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
@@ -129,16 +151,29 @@ def head_is_linear(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False
+    arguments = inputs_of(model).arguments(probe(model), model)
     made: list[int] = []
 
     def compare() -> None:
         handle = head.register_forward_hook(lambda _, __, output: made.append(output.untyped_storage()._cdata))
         try:
             with torch.no_grad():
-                logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=False).logits
+                logits = model(**arguments).logits
         finally:
             handle.remove()
         made.append(logits.untyped_storage()._cdata)
 
     peak_bytes(compare)
     return len(set(made)) == 1
+
+
+def positions_of(model: PreTrainedModel) -> int:
+    """Returns the positions of an image whose features ``model``, on the meta device, gives."""
+    return _kind_of(model)[1]
+
+
+def _kind_of(model: PreTrainedModel) -> tuple[Kind, int]:
+    """Returns the kind of ``model``, on the meta device, and the positions of an example whose features are read."""
+    found: list[Readout] = []
+    peak_bytes(lambda: found.append(Readout(model, replace(inputs_of(model), padding_id=None), purpose="train")))
+    return found[0].kind, found[0].positions

@@ -42,7 +42,8 @@ class Trace:
 
     ``names``: of those that were looked for; ``groups``: those that were called, by what they read; ``roles``: what
     each one makes of an attention's query, key and value; ``routers``: those whose outputs are ranked to choose
-    experts; ``tied``: names of layers that share their weight with an embedding or the head.
+    experts; ``odd``: those that do not read one positional tensor; ``tied``: names of layers that share their weight
+    with an embedding or the head.
     """
 
     names: dict[nn.Module, str]
@@ -51,6 +52,7 @@ class Trace:
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     roles: dict[nn.Module, set[str]] = field(default_factory=dict)
     routers: set[nn.Module] = field(default_factory=set)
+    odd: set[nn.Module] = field(default_factory=set)
     attention_calls: int = 0
 
 
@@ -74,6 +76,9 @@ def trace_model(model: PreTrainedModel) -> Trace:
         current = block_of[block]
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if len(inputs) != 1:
+            trace.odd.add(module)
+            return output
         (source,) = inputs
         if id(module.weight) in seen:
             return output
@@ -158,7 +163,8 @@ class _Calls(TorchFunctionMode):
             self.ranking(args[0])
         result = func(*args, **kwargs)
         if func in PRODUCTS and result.requires_grad:
-            self._product(result, *args[-2:])
+            operands = [operand for operand in (*args, *kwargs.values()) if isinstance(operand, Tensor)]
+            self._product(result, *operands[-2:])
         elif func in SOFTMAXES and result.requires_grad:
             self._softmax(args[0], result)
         return result

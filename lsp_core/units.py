@@ -6,6 +6,8 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from lsp_core.layers import StandIn
+
 Side = Literal["input", "output"]
 LINEAR_TYPES = (nn.Linear, Conv1D)
 
@@ -66,7 +68,7 @@ def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
             repeated = (
                 isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(block) for block in child}) == 1
             )
-            if repeated and any(isinstance(layer, LINEAR_TYPES) for layer in child.modules()):
+            if repeated and any(isinstance(layer, (*LINEAR_TYPES, StandIn)) for layer in child.modules()):
                 stacks.append(list(child.children()))
             else:
                 visit(child)

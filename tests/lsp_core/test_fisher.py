@@ -69,7 +69,7 @@ def test_a_small_change_costs_what_the_quadratic_form_of_true_gradients_says(pre
     case = prepare("llama")
     fisher = Fisher(case.model, case.units, case.bases, case.tokens)
     member = case.units[0].members[0]
-    weight, step = case.model.get_submodule(member).weight, 1e-6
+    weight, step = case.model.get_submodule(member).weight, 1e-3
 
     @torch.no_grad()
     def losses():
@@ -83,8 +83,8 @@ def test_a_small_change_costs_what_the_quadratic_form_of_true_gradients_says(pre
         weight[2, 3] -= 2 * step
         below = losses()
     square = ((above - below) / (2 * step)).square().mean().item()
-    # central differences: rounding of a loss of order 100 in 2e-6, 1e-8 of the slope, and the third derivative in 1e-12
-    assert fisher.diagonal[member][2, 3].item() == pytest.approx(square, rel=1e-5)
+    # the norms compute in float32: losses of 80 are good to 1e-6, so their slopes, of 0.3, to 1e-3 in either direction
+    assert fisher.diagonal[member][2, 3].item() == pytest.approx(square, rel=1e-2)
 
 
 def test_the_model_is_left_as_it_was(prepare):

@@ -52,7 +52,10 @@ def test_the_ratio_is_the_smallest_that_fits(curves, share):
     ratio = ratio_to_fit(case.model, case.units, room / GIB, dtype=torch.float32, largest=largest)
     least = next(saved for saved in itertools.count() if dense - 4 * saved <= room)
     assert ratio * total == pytest.approx(least, abs=1e-6)
-    sizes = [size_of(case, greedy(measured, ratio, at_least=True)), size_of(case, uniform_rank(case.units, ratio, at_least=True))]
+    sizes = [
+        size_of(case, greedy(measured, ratio, at_least=True)),
+        size_of(case, uniform_rank(case.units, ratio, at_least=True)),
+    ]
     assert all(size <= room for size in sizes)
     one_rank = 4 * max(unit.factor_parameters(1) for unit in case.units)
     assert sizes[0] > room - one_rank

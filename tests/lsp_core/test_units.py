@@ -195,8 +195,8 @@ def test_attention_that_cannot_be_traced(monkeypatch):
     def opaque(module, query, key, value, *_, **__):
         return _OpaqueAttention.apply(query, key, value).transpose(1, 2), None
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", opaque)
-    model = on_meta(QWEN3)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "opaque", opaque)
+    model = on_meta(QWEN3, attn_implementation="opaque")
     with pytest.raises(ValueError, match=r"cannot tell.*explicit groups"):
         discover_units(model)
     units = discover_units(model, kv_routing="input")
