@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from lsp_core.allocation import uniform_parameters
+from lsp_core.discovery import discover_units
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity, truncated
 from lsp_core.teacher import cache_teacher
 from lsp_core.training import Trainer, TrainingSettings, frozen
-from lsp_core.units import Unit, discover_units
+from lsp_core.units import Unit
 
 log = logging.getLogger(__name__)
 

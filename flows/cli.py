@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -15,15 +14,16 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from flows.commands import Benchmark, Compress, Demo, Efficiency, Plan, StoreCommands, Versions
+from flows.commands import Ablate, Benchmark, Compress, Curve, Demo, Efficiency, Plan, StoreCommands, Versions
 from flows.server import REPORTED
+from flows.settings_file import read_yaml
 
 BAD_INPUT, INTERRUPTED = 2, 130
-CONFIGURED = ("compress", "plan")  # the commands that read a configuration file
+CONFIGURED = ("compress", "curve", "plan")  # the commands that read a configuration file
 
 
 class YamlSource(PydanticBaseSettingsSource):
-    """The values of the file that ``compress`` or ``plan`` names, below those of the command line."""
+    """The values of the file that ``compress``, ``curve`` or ``plan`` names, below those of the command line."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return None, field_name, False  # the file is read as a whole, by __call__
@@ -54,6 +54,8 @@ class Commands(BaseSettings):
 
     compress: CliSubCommand[Compress]
     plan: CliSubCommand[Plan]
+    curve: CliSubCommand[Curve]
+    ablate: CliSubCommand[Ablate]
     store: CliSubCommand[StoreCommands]
     demo: CliSubCommand[Demo]
     efficiency: CliSubCommand[Efficiency]
@@ -105,19 +107,3 @@ def describe(problem: Any) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     hidden = place.endswith("store") or isinstance(problem["input"], dict)  # a secret; or everything there is
     return f"{place}: {message}" + ("" if hidden else f" (given: {problem['input']!r})") if place else message
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file.
-
-    Errors: ``ValueError`` if there is no such file, or no mapping in it.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no mapping of settings: start it with `model:`")
-    return values

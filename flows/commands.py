@@ -5,16 +5,32 @@ Nothing heavy is imported before a subcommand runs, so that ``--help`` answers a
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, create_model, model_validator
 from pydantic_settings import CliApp, CliImplicitFlag, CliPositionalArg, CliSubCommand
 
-from flows.config import CompressConfig, Objective, Ratio, cross_product
+from flows.config import (
+    AblateConfig,
+    AllocationMethod,
+    CompressConfig,
+    InitMethod,
+    KVRouting,
+    Objective,
+    Ratio,
+    cross_product,
+)
 from flows.printing import print_facts, print_table
 from flows.server import import_prefect
+from flows.settings_file import merged, read_yaml
 
 Json = CliImplicitFlag[bool]
+OVERRIDES = {  # what ``ablate`` takes from the command line beside its axes, two of which have a section's name
+    name: (field.annotation, field)
+    for name, field in CompressConfig.model_fields.items()
+    if name not in {"model", "targets", "ablate", *AblateConfig.model_fields}
+}
+Overrides: type[BaseModel] = create_model("Overrides", **OVERRIDES)  # type: ignore[call-overload]
 
 
 class Compress(CompressConfig):
@@ -67,18 +83,78 @@ class Plan(Compress):
             raise SystemExit(CANNOT_FIT)
 
 
+class Curve(Compress):
+    """Say what every ratio would cost before any training, in divergence and in size; targets are left aside."""
+
+    points: int = Field(12, ge=2, le=200, description="Ratios to measure, the last the largest that can be reached.")
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        import_prefect()
+        from flows.curve import measure_curve, print_curve
+
+        print_curve(measure_curve(self.to_config(), self.points), as_json=self.json_)
+
+
+class Ablate(Overrides):
+    """Cross some settings of a configuration file, every other one being equal, and print what each cell costs.
+
+    An axis that is not named here or in the file's section ``ablate`` stays at the configuration's value.
+    """
+
+    config: CliPositionalArg[Path] = Field(description="YAML file with the configuration.")
+    init: tuple[InitMethod, ...] = Field((), description="Order of the bases, may be repeated.")
+    tie: tuple[bool, ...] = Field((), description="Whether layers that read the same tensor share a projector.")
+    allocation: tuple[AllocationMethod, ...] = Field((), description="How ranks are chosen, may be repeated.")
+    kv_routing: tuple[KVRouting, ...] = Field(
+        (),
+        validation_alias=AliasChoices("kv-routing", "kv_routing"),
+        description="Ties in attention, may be repeated.",
+    )
+    objective: tuple[Objective, ...] = Field((), description="Objective to train for, may be repeated.")
+    ratio: tuple[Ratio, ...] = Field((), description="Ratio to compress by, may be repeated.")
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        import_prefect()
+        from flows.ablate import ablate, print_ablation
+
+        print_ablation(ablate(self.to_config()), as_json=self.json_)
+
+    def to_config(self) -> CompressConfig:
+        """Returns the file's configuration with what is given here in its place."""
+        values = read_yaml(self.config)
+        axes = {name: list(getattr(self, name)) for name in AblateConfig.model_fields if getattr(self, name)}
+        given = self.model_dump(mode="json", include=set(OVERRIDES), exclude_unset=True)
+        return CompressConfig.model_validate(merged(merged(values, given), {"ablate": axes}))
+
+
 class Demo(BaseModel):
     """Compress the demo model on the text that every Python carries, and print what it cost."""
 
     text: Path | None = Field(None, description="Folder of text to use instead; split by a hash of each file's name.")
     retrain: CliImplicitFlag[bool] = Field(False, description="Train the demo model from nothing first; resumable.")
+    vision: CliImplicitFlag[bool] = Field(
+        False, description="Compress a small vision transformer on handwritten digits instead; trains it first."
+    )
     output: Path = Field(Path("runs/demo"), description="Folder for report, plots, checkpoints and Prefect's database.")
     store: str = Field("runs/demo/store", description="Where artifacts are kept.")
+
+    @model_validator(mode="after")
+    def _images_of_its_own(self) -> Self:
+        if self.vision and (self.text is not None or self.retrain):
+            raise ValueError("demo --vision has images and a model of its own: drop --text and --retrain")
+        return self
 
     def cli_cmd(self) -> None:
         home = Path(os.environ.setdefault("PREFECT_HOME", str((self.output / "prefect").resolve())))
         home.mkdir(parents=True, exist_ok=True)
         import_prefect()
+        if self.vision:
+            from flows.demo_vision import demo_vision
+
+            demo_vision(output=self.output / "vision", store=self.store)
+            return
         from flows.demo import demo
 
         demo(text=self.text, retrain=self.retrain, output=self.output, store=self.store)

@@ -13,10 +13,12 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from flows.config import CompressConfig
-from flows.graph import Built, build, prepare
+from flows.graph import Built, build
+from flows.prepared import prepare
 from storage.files import move_aside, renamed, write_whole
 from tasks.report import REPORT, markdown, table
 from tasks.running import Stages
+from tasks.summary import combined
 
 CONFIG = "config.yaml"
 
@@ -33,16 +35,15 @@ def compress(config: CompressConfig) -> dict[str, Any]:
     return write_output(config, stages, built, started)
 
 
-def write_output(config: CompressConfig, stages: Stages, built: Built, started: float) -> dict[str, Any]:
+def write_output(config: CompressConfig, stages: Stages, built: list[Built], started: float) -> dict[str, Any]:
     """Copies plots and checkpoints to the output folder and writes the report with what belongs to this run alone."""
-    folder = stages.store.local(built.reported)
-    content: dict[str, Any] = {"model": config.model.name_or_path, **json.loads((folder / REPORT).read_text())}
-    shutil.copytree(folder / "plots", config.output / "plots", dirs_exist_ok=True)
-    for target, merged, result in zip(config.targets, built.merges, content["results"], strict=True):
-        checkpoint = config.output / "checkpoints" / target.name
-        _replace_folder(stages.store.local(merged), checkpoint)
-        result["checkpoint"] = str(checkpoint.resolve())
-    content["grid"] = None if built.grid is None else stages.store.payload_uri(built.grid)
+    several = len(built) > 1
+    reports = [(one.seed, _hand_out(config, stages, one, one.seed if several else None)) for one in built]
+    content: dict[str, Any] = {"model": config.model.name_or_path, **combined(reports)}
+    grids = [None if one.grid is None else stages.store.payload_uri(one.grid) for one in built]
+    content["grid"] = grids[0]
+    if several:
+        content["grids"] = grids  # in the order of the seeds
     content["stages"] = [asdict(record) for record in stages.records]
     content["run"] = stages.run_record.id
     content["config"] = config.model_dump(mode="json")
@@ -54,6 +55,19 @@ def write_output(config: CompressConfig, stages: Stages, built: Built, started: 
     create_markdown_artifact(
         "\n".join(table(content)), key="compression", description=f"{config.model.name_or_path}, compressed"
     )
+    return content
+
+
+def _hand_out(config: CompressConfig, stages: Stages, built: Built, seed: int | None) -> dict[str, Any]:
+    """Copies the plots and checkpoints of one seed and returns its report; ``seed`` is None where there is no other."""
+    folder = stages.store.local(built.reported)
+    plots = config.output / "plots" / ("" if seed is None else f"seed-{seed}")
+    shutil.copytree(folder / "plots", plots, dirs_exist_ok=True)
+    content: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    for target, merged, result in zip(config.targets, built.merges, content["results"], strict=True):
+        checkpoint = config.output / "checkpoints" / (target.name if seed is None else f"{target.name}-seed-{seed}")
+        _replace_folder(stages.store.local(merged), checkpoint)
+        result["checkpoint"] = str(checkpoint.resolve())
     return content
 
 

@@ -1,27 +1,37 @@
 """The configuration of a compression: one model for the flow's parameters, the YAML file and the command line."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from flows.sources import (
+    CALIBRATION_TEXT,
+    WIKITEXT,
+    ImageSource,
+    ImageTransfer,
+    MixPart,
+    Section,
+    TextSource,
+    TextTransfer,
+)
 from storage.places import check_uri
+from tasks.mixing import apportion
 
 Objective = Literal["kl", "task"]
-AllocationMethod = Literal["measured_kl", "uniform_parameters", "uniform_rank"]
+AllocationMethod = Literal["measured_kl", "fisher", "uniform_parameters", "uniform_rank"]
+InitMethod = Literal["whitened", "plain", "random"]
+KVRouting = Literal["auto", "input", "output", "untied"]
 Ratio = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0)]
 
 ZERO_SHOT_TASKS = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "piqa", "mathqa")
 
 
-class Section(BaseModel):
-    """A part of the configuration: immutable, and no key that is not listed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)  # it may be a secret
-
-
 class ModelConfig(Section):
-    """The model to compress: anything that ``AutoModelForCausalLM`` loads."""
+    """The model to compress: a language model, an encoder-decoder, an image classifier or an encoder."""
 
     name_or_path: str = Field(min_length=1, description="Local folder with config, weights and tokenizer, or a hub id.")
     revision: str | None = Field(
@@ -31,35 +41,21 @@ class ModelConfig(Section):
         "auto",
         description="Dtype to compute in; auto: the checkpoint's own (bfloat16 for float16), on a CPU float32.",
     )
+    task: Literal["auto", "causal-lm", "seq2seq-lm", "image-classification", "encoder"] = Field(
+        "auto", description="What the model is loaded as; auto: by the architecture that its config names."
+    )
     trust_remote_code: bool = Field(False, description="Run the model code that travels with the checkpoint.")
-
-
-class TextSource(Section):
-    """Where text comes from: a hub dataset, or a local file or folder."""
-
-    dataset: str | None = Field(None, description="Dataset id on the hub, for instance Salesforce/wikitext.")
-    config: str | None = Field(None, description="Configuration of the hub dataset, for instance wikitext-2-raw-v1.")
-    split: str = Field("train", description="Split of the hub dataset.")
-    revision: str | None = Field(None, description="Revision of the hub dataset; resolved to a commit and recorded.")
-    path: Path | None = Field(None, description="Local .txt, .jsonl or .parquet file, or a folder of such files.")
-    field: str = Field("text", min_length=1, description="Field that holds the text (hub datasets, .jsonl, .parquet).")
-    separator: str = Field("\n\n", description="Text put between documents; may be a special token of the tokenizer.")
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if (self.dataset is None) == (self.path is None):
-            raise ValueError("give either dataset (hub id) or path (local file or folder), not both and not neither")
-        return self
-
-
-WIKITEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1"}
 
 
 class CalibrationConfig(Section):
     """The token blocks that Grams are gathered on and projectors are trained on."""
 
-    text: TextSource = Field(TextSource(**WIKITEXT), description="Text to calibrate on.")
-    sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap.")
+    text: TextSource = Field(CALIBRATION_TEXT, description="Text to calibrate on.")
+    mix: tuple[MixPart, ...] = Field((), description="Several texts to calibrate on, in place of text; empty: text.")
+    images: tuple[ImageSource, ...] = Field(
+        (), description="Pool of images to calibrate on, for a model that reads images; labels are not needed."
+    )
+    sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap, or of images.")
     sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
     seed: int = Field(0, ge=0, description="Seed of the draw.")
     checkpoint_sequences: int = Field(
@@ -68,13 +64,32 @@ class CalibrationConfig(Section):
         description="Sequences between two checkpoints of gather and of the dense outputs; no effect on the result.",
     )
 
+    @model_validator(mode="after")
+    def _mix_fits(self) -> Self:
+        if self.mix:
+            if self.text != CALIBRATION_TEXT:
+                raise ValueError("give either calibration.text or calibration.mix, not both")
+            texts = [part.text for part in self.mix]
+            twice = [text for index, text in enumerate(texts) if text in texts[:index]]
+            if twice:
+                name = twice[0].path or twice[0].dataset
+                raise ValueError(f"calibration.mix lists {name} twice: list it once, with the sum of the weights")
+            _ = self.shares
+        return self
+
+    @property
+    def shares(self) -> list[int]:
+        """Returns how many sequences each part of the mix gives."""
+        return apportion(self.sequences, [part.weight for part in self.mix], [part.cap for part in self.mix])
+
 
 class AllocationConfig(Section):
     """How the removed directions are spread over the units."""
 
     method: AllocationMethod = Field(
         "measured_kl",
-        description="measured_kl: greedy on the measured KL grid; uniform_parameters, uniform_rank: no grid.",
+        description="measured_kl: greedy on the measured KL grid; fisher: greedy on the diagonal Fisher's guess of it; "
+        "uniform_parameters, uniform_rank: no grid.",
     )
     sequences: int = Field(64, ge=1, description="Sequences the KL grid is measured on, of the calibration set.")
     text: TextSource | None = Field(
@@ -83,6 +98,20 @@ class AllocationConfig(Section):
     grid_points: int | None = Field(
         None, ge=2, le=64, description="n: removal fractions i/n are measured; none: 8, and 16 from 3B parameters on."
     )
+    min_rank: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {}, description="Least rank to keep, by shell patterns of unit or layer names; of several, the largest counts."
+    )
+    keep_dense: tuple[str, ...] = Field(
+        (),
+        description="Shell patterns of units or layers that lose nothing; the ratio counts them, unlike "
+        "discovery.exclude.",
+    )
+
+    @property
+    def caps(self) -> dict[str, Any]:
+        """Returns the caps on single units as settings of a stage; what is not given is not said."""
+        given = {"min_rank": dict(self.min_rank), "keep_dense": list(self.keep_dense)}
+        return {name: value for name, value in given.items() if value}
 
 
 class ValidationConfig(Section):
@@ -91,7 +120,10 @@ class ValidationConfig(Section):
     text: TextSource | None = Field(
         None, description="Text to validate on; none: held-out sequences of the calibration text."
     )
-    sequences: int = Field(64, ge=1, description="Number of sequences.")
+    images: tuple[ImageSource, ...] = Field(
+        (), description="Images to validate on, with labels for the accuracy; empty: held-out images of the pool."
+    )
+    sequences: int = Field(64, ge=1, description="Number of sequences, or of images.")
 
 
 class EvaluationConfig(Section):
@@ -110,6 +142,15 @@ class EvaluationConfig(Section):
         None, min_length=1, description="Text that every evaluated model continues, for the eye; none: no text."
     )
     prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
+    images: ImageSource | None = Field(
+        None, description="Labelled test images of an image classifier's own classes; none: no accuracy."
+    )
+    transfer: dict[str, ImageTransfer] = Field(
+        {}, description="Sets of other images, by a name, for linear probes on the frozen features."
+    )
+    text_transfer: dict[str, TextTransfer] = Field(
+        {}, description="Sets of labelled texts, by a name, for linear probes on a text encoder's features."
+    )
     tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
     task_folder: Path | None = Field(
         None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
@@ -118,16 +159,37 @@ class EvaluationConfig(Section):
     task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
 
 
+class GroupConfig(Section):
+    """Layers of one parent module that share a projector."""
+
+    members: tuple[str, ...] = Field(
+        min_length=1, description="Shell patterns of layer names; what they match is tied for each parent module."
+    )
+    side: Literal["input", "output"] = Field(
+        description="input: they read the same tensor and share its directions; output: they share output directions."
+    )
+
+
 class DiscoveryConfig(Section):
     """Which layers are compressed, and what shares a projector."""
 
-    kv_routing: Literal["auto", "input", "output", "untied"] = Field(
+    kv_routing: KVRouting = Field(
         "auto",
         description="auto: tie Q, K and V on their input if equally wide, else K and V on their output; "
         "input, output: force one of the two; untied: no tie in attention.",
     )
     tie: bool = Field(True, description="Layers that read the same tensor share a projector.")
+    include: tuple[str, ...] = Field(
+        (), description="Shell patterns of layer names; only what one matches is compressed; empty: all."
+    )
     exclude: tuple[str, ...] = Field((), description="Shell patterns of layer names that stay dense.")
+    groups: tuple[GroupConfig, ...] = Field((), description="Layers to tie by name, whatever was discovered.")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Returns the settings as plain values, those without effect left out."""
+        values = self.model_dump(mode="json")
+        return {name: value for name, value in values.items() if value or name not in ("include", "groups")}
 
 
 class TrainingConfig(Section):
@@ -135,8 +197,13 @@ class TrainingConfig(Section):
 
     epochs: int = Field(10, ge=1, description="Passes over the calibration sequences at most.")
     batch_sequences: int = Field(16, ge=1, description="Sequences an optimizer step.")
-    learning_rate: float | None = Field(
-        None, gt=0, description="Peak learning rate; none: 1e-3 below 500M parameters, 1e-4 below 6B, 3e-5 above."
+    epoch_sequences: int | None = Field(
+        None, ge=1, description="Sequences or images an epoch, drawn anew for each; none: all."
+    )
+    learning_rate: float | tuple[float, ...] | None = Field(
+        None,
+        description="Peak learning rate; none: 1e-3 below 500M parameters, 1e-4 below 6B, 3e-5 above. Of several, each "
+        "is trained with, and for every target the one that validates best is kept.",
     )
     warmup_fraction: float = Field(
         0.05, ge=0, lt=1, description="Share of the steps with a linearly rising learning rate."
@@ -151,19 +218,80 @@ class TrainingConfig(Section):
     checkpoint_minutes: float = Field(10.0, gt=0, description="A checkpoint is also written after this long.")
     seed: int = Field(0, ge=0, description="Seed of the order of the data and of the masks.")
 
+    @field_validator("learning_rate", mode="before")
+    @classmethod
+    def _one_rate_or_several(cls, given: Any) -> float | tuple[float, ...] | None:
+        values = list(given) if isinstance(given, (list, tuple)) else [given]
+        if values == [None]:
+            return None
+        try:
+            rates = tuple(float(value) for value in values)
+        except (TypeError, ValueError):
+            rates = ()
+        if not rates or not all(0 < rate < math.inf for rate in rates):
+            raise ValueError("Input should be a number greater than 0, a list of such numbers, or null")
+        _refuse_twice("learning rates", [f"{rate:g}" for rate in rates])
+        return rates if len(rates) > 1 else rates[0]
+
+    @property
+    def rates(self) -> tuple[float | None, ...]:
+        """Returns the learning rates to train with; None is the default for the model's size."""
+        return self.learning_rate if isinstance(self.learning_rate, tuple) else (self.learning_rate,)
+
 
 class Target(Section):
     """One compressed model to make."""
 
-    ratio: Ratio = Field(description="Share of the targeted layers' parameters to remove, between 0 and 1.")
+    ratio: Ratio | None = Field(
+        None, description="Share of the targeted layers' parameters to remove, between 0 and 1."
+    )
+    fit_gib: Positive | None = Field(
+        None,
+        description="Instead of a ratio: remove just as much as makes the checkpoint's weights fit into so many GiB.",
+    )
+    max_kl: Positive | None = Field(
+        None,
+        description="Instead of a ratio: remove as much as keeps the KL of all cuts at once, untrained, within this "
+        "many nats per token.",
+    )
     objective: Objective = Field("kl", description="kl: match the dense model (LSP); task: next-token loss (LSP-T).")
     epochs: int | None = Field(
         None, ge=1, description="Epochs for this target; none: training.epochs. A light ratio needs fewer."
     )
 
+    @model_validator(mode="after")
+    def _one_amount(self) -> Self:
+        if sum(amount is not None for amount in (self.ratio, self.fit_gib, self.max_kl)) != 1:
+            raise ValueError("give one of ratio, fit_gib (a size) and max_kl (a divergence), not several and not none")
+        return self
+
+    @property
+    def amount(self) -> str:
+        """Returns how much is removed, for names of stages and folders."""
+        if self.fit_gib is not None:
+            return f"fit{self.fit_gib:g}GiB"
+        return f"{self.ratio:g}" if self.max_kl is None else f"kl{self.max_kl:g}"
+
     @property
     def name(self) -> str:
-        return f"{self.ratio:g}-{self.objective}"
+        return f"{self.amount}-{self.objective}"
+
+
+class AblateConfig(Section):
+    """What ``ablate`` crosses; an axis without values stays at the configuration's own."""
+
+    init: tuple[InitMethod, ...] = Field((), description="Values of init to cross.")
+    tie: tuple[bool, ...] = Field((), description="Values of discovery.tie to cross.")
+    allocation: tuple[AllocationMethod, ...] = Field((), description="Values of allocation.method to cross.")
+    kv_routing: tuple[KVRouting, ...] = Field((), description="Values of discovery.kv_routing to cross.")
+    objective: tuple[Objective, ...] = Field((), description="Objectives to cross.")
+    ratio: tuple[Ratio, ...] = Field((), description="Ratios to cross.")
+
+    @field_validator("*")
+    @classmethod
+    def _no_value_twice(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        _refuse_twice("values", [str(value) for value in values])
+        return values
 
 
 class CompressConfig(Section):
@@ -173,14 +301,21 @@ class CompressConfig(Section):
     targets: tuple[Target, ...] = Field(
         (Target(ratio=0.5),), min_length=1, description="Compressed models to make, each a ratio and an objective."
     )
+    seeds: tuple[Seed, ...] = Field(
+        (),
+        description="Compress once for each, with calibration.seed, training.seed and init_seed set to it, and report "
+        "means and standard deviations; none: once, with those three as they are.",
+    )
     calibration: CalibrationConfig = Field(CalibrationConfig(), description="Token blocks for Grams and training.")
     discovery: DiscoveryConfig = Field(DiscoveryConfig(), description="Which layers are compressed.")
     precision: Literal["float64", "float32", "auto"] = Field(
         "float64", description="Dtype of Grams and bases; auto: float64 where the device has it, else float32."
     )
-    init: Literal["whitened", "plain"] = Field(
-        "whitened", description="Order of the bases: by what the layer does with its input, or by the input alone."
+    init: InitMethod = Field(
+        "whitened",
+        description="Order of the bases: by what the layer does with its input, by the input alone, or random.",
     )
+    init_seed: int = Field(0, ge=0, description="Seed of random bases.")
     allocation: AllocationConfig = Field(AllocationConfig(), description="How ranks are chosen.")
     validation: ValidationConfig = Field(ValidationConfig(), description="Held-out token blocks.")
     training: TrainingConfig = Field(TrainingConfig(), description="How the projectors are trained.")
@@ -188,6 +323,7 @@ class CompressConfig(Section):
         0.0, ge=0, description="Drop singular values of the projected weights up to this value; 0: merge exactly."
     )
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="What the models are compared on.")
+    ablate: AblateConfig = Field(AblateConfig(), description="What the command ablate crosses; of no effect on others.")
     store: str = Field(
         ".lsp",
         min_length=1,
@@ -216,11 +352,19 @@ class CompressConfig(Section):
     @field_validator("targets")
     @classmethod
     def _no_target_twice(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
-        names = [target.name for target in targets]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"targets listed twice: {', '.join(twice)}")
+        _refuse_twice("targets", [target.name for target in targets])
         return targets
+
+    @field_validator("seeds")
+    @classmethod
+    def _no_seed_twice(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        _refuse_twice("seeds", [str(seed) for seed in seeds])
+        return seeds
+
+    @property
+    def test_length(self) -> int:
+        """Returns the tokens of a test window."""
+        return self.evaluation.sequence_length or self.calibration.sequence_length
 
     @model_validator(mode="after")
     def _subsets_fit(self) -> Self:
@@ -241,9 +385,20 @@ def cross_product(
 ) -> list[dict[str, Any]]:
     """Returns the targets that command-line ratios and objectives ask for, as plain values still to be validated.
 
-    Where one of the two lists is empty, the values of ``given`` stand in for it; without them, kl and 0.5.
+    Where one of the two lists is empty, the values of ``given`` stand in for it, sizes and divergences among them;
+    without them, kl and 0.5.
     """
     given = given or (Target(ratio=0.5),)
-    ratios = ratios or list(dict.fromkeys(target.ratio for target in given))
     objectives = objectives or list(dict.fromkeys(target.objective for target in given))
-    return [{"ratio": ratio, "objective": objective} for objective in objectives for ratio in ratios]
+    amounts: list[dict[str, Any]] = [{"ratio": ratio} for ratio in ratios]
+    if not ratios:
+        by_amount = {target.amount: target for target in given}
+        kept = {"ratio", "fit_gib", "max_kl"}
+        amounts = [target.model_dump(include=kept, exclude_none=True) for target in by_amount.values()]
+    return [{**amount, "objective": objective} for objective in objectives for amount in amounts]
+
+
+def _refuse_twice(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} listed twice: {', '.join(twice)}")

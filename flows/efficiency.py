@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lsp_core.allocation import uniform_parameters, uniform_rank
+from lsp_core.discovery import KVRouting, discover_units
 from lsp_core.efficiency import efficiency as figures
-from lsp_core.units import KVRouting, discover_units
 
 ALLOCATIONS = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}
 

@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 
-from flows.graph import Prepared, test_length
-from lsp_core.allocation import uniform_parameters
+from flows.prepared import Prepared
+from lsp_core.allocation import find_limits, largest_uniform_ratio, uniform_parameters
 from lsp_core.costs import (
     allocate_cost,
     bases_cost,
     calibrate_cost,
     evaluate_cost,
+    fisher_cost,
     gather_cost,
+    images_cost,
+    joint_cost,
     measure_cost,
     merge_cost,
+    select_cost,
     teacher_cost,
     train_cost,
 )
@@ -23,21 +27,28 @@ from lsp_core.shapes import Cost, shapes_of
 from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
 from storage.store import Store
-from tasks.allocate import ALLOCATION, allocate
+from tasks.allocate import ALLOCATION, allocate, allocate_like
 from tasks.artifacts import read_json
 from tasks.bases import bases
 from tasks.caching import Arguments, Stage
 from tasks.calibrate import calibrate, calibrate_test
 from tasks.evaluate import evaluate
+from tasks.fisher import fisher
 from tasks.gather import gather
+from tasks.images import calibrate_images, count_images
+from tasks.labelled import calibrate_labelled
 from tasks.measure import measure
 from tasks.merge import merge
 from tasks.report import report
+from tasks.select import select
 from tasks.text import TextOrigin, text_bytes
 from tasks.train import teacher, train
+from tasks.within import MEASUREMENTS, allocate_within
 
 BYTES_PER_TOKEN = 4  # of text, roughly; no more is known before it is tokenized
+DOCUMENT_TOKENS = 100  # of a document that an encoder reads: about a paragraph
 HUB_TEXT_BYTES = 2_000_000  # taken for a hub dataset, whose size is not known here
+HUB_IMAGES = 10_000  # likewise, where it has no cap
 REPORT_BYTES = 500_000
 
 
@@ -59,12 +70,18 @@ class Estimates:
         self._costs: dict[Stage, Callable[[Arguments, str], Cost]] = {
             calibrate: self._calibrate,
             calibrate_test: self._calibrate,
+            calibrate_labelled: self._calibrate,
+            calibrate_images: self._calibrate_images,
             gather: self._gather,
             bases: self._bases,
             measure: self._measure,
+            fisher: self._fisher,
             allocate: self._allocate,
+            allocate_like: self._allocate,
+            allocate_within: self._allocate_within,
             teacher: self._teacher,
             train: self._train,
+            select: self._select,
             merge: self._merge,
             evaluate: self._evaluate,
             report: lambda _, __: Cost(written_bytes=REPORT_BYTES),
@@ -76,17 +93,32 @@ class Estimates:
 
     def note(self, stage: Stage, key: str, arguments: Arguments, found: ArtifactRef | None) -> None:
         """Keeps what later stages' costs depend on: ranks, and numbers of tokens."""
-        if stage in (calibrate, calibrate_test):
+        if stage is calibrate_images:
+            self._tokens[key] = self._expected_images(arguments), self.shapes.positions
+        elif stage is calibrate_labelled:
+            self._tokens[key] = self._expected_tokens(arguments)
+        elif stage in (calibrate, calibrate_test):
             self._tokens[key] = self._expected_tokens(arguments) if found is None else tokens_shape(self._folder(found))
-        elif stage is allocate:
+        elif stage in (allocate, allocate_like, allocate_within):
             if found is None:
-                self._removed[key] = uniform_parameters(self.prepared.units, arguments["ratio"]).removed
+                self._removed[key] = self._expected_ranks(stage, arguments)
             else:
                 self._removed[key] = read_json(self._folder(found) / ALLOCATION)["removed"]
         elif stage is train:
             self._removed[key] = self._removed[arguments["allocation"].key]
+        elif stage is select:
+            self._removed[key] = self._removed[arguments["trainings"][0].key]
         elif stage is merge:
             self._removed[key] = self._removed[arguments["projectors"].key]
+
+    def _expected_ranks(self, stage: Stage, arguments: Arguments) -> Mapping[str, int]:
+        """Uniform ranks; where a divergence decides the ratio, at half of the largest."""
+        if stage is allocate_like:
+            return self._removed[arguments["allocation"].key]
+        units = self.prepared.units
+        limits = find_limits(units, arguments.get("min_rank", {}), arguments.get("keep_dense", []))
+        ratio = arguments.get("ratio", largest_uniform_ratio(units, limits) / 2)
+        return uniform_parameters(units, ratio, limits=limits).removed
 
     def _folder(self, ref: ArtifactRef) -> Path:
         return self.store.local(ref)
@@ -94,19 +126,32 @@ class Estimates:
     def _expected_tokens(self, arguments: Arguments) -> tuple[int, int]:
         length = arguments["length"]
         if "take" in arguments:
-            return arguments["take"], length
+            return sum(_listed(arguments["take"])), length
         tokens = self._text_bytes(arguments["text"]) // BYTES_PER_TOKEN
-        return max(1, min(tokens, arguments["max_tokens"] or tokens) // length), length
+        tokens = min(tokens, arguments.get("max_tokens") or tokens)
+        filled = length if arguments.get("packing") != "documents" else min(length, DOCUMENT_TOKENS)
+        return max(1, tokens // filled), length
+
+    def _expected_images(self, arguments: Arguments) -> int:
+        if arguments["take"] is not None:
+            return int(arguments["take"])
+        return sum(
+            count_images(origin, arguments["part"]) or origin.cap or HUB_IMAGES for origin in arguments["images"]
+        )
+
+    def _calibrate_images(self, _: Arguments, key: str) -> Cost:
+        return images_cost(self.shapes, images=self._tokens[key][0])
 
     def _text_bytes(self, text: TextOrigin) -> int:
         return text_bytes(text) if text.path is not None else HUB_TEXT_BYTES
 
     def _calibrate(self, arguments: Arguments, key: str) -> Cost:
         sequences, length = self._tokens[key]
-        size = self._text_bytes(arguments["text"])
+        sizes = [self._text_bytes(text) for text in _listed(arguments["text"])]
         if "pool" in arguments:  # text is read until there are that many windows
-            size = min(size, arguments["pool"] * length * BYTES_PER_TOKEN)
-        return calibrate_cost(sequences=sequences, length=length, text_bytes=size)
+            pools = _listed(arguments["pool"])
+            sizes = [min(size, pool * length * BYTES_PER_TOKEN) for size, pool in zip(sizes, pools, strict=True)]
+        return calibrate_cost(sequences=sequences, length=length, text_bytes=sum(sizes))
 
     def _gather(self, arguments: Arguments, _: str) -> Cost:
         return gather_cost(
@@ -123,6 +168,27 @@ class Estimates:
             self.shapes,
             self.prepared.units,
             points=arguments["points"],
+            **self._batches(arguments["tokens"]),
+            precision_bytes=self.precision_bytes,
+        )
+
+    def _fisher(self, arguments: Arguments, _: str) -> Cost:
+        tokens = self._batches(arguments["tokens"])
+        return fisher_cost(
+            self.shapes,
+            self.prepared.units,
+            points=arguments["points"],
+            sequences=tokens["sequences"],
+            length=tokens["length"],
+            precision_bytes=self.precision_bytes,
+        )
+
+    def _allocate_within(self, arguments: Arguments, key: str) -> Cost:
+        return joint_cost(
+            self.shapes,
+            self.prepared.units,
+            self._removed[key],
+            measurements=MEASUREMENTS,
             **self._batches(arguments["tokens"]),
             precision_bytes=self.precision_bytes,
         )
@@ -150,6 +216,9 @@ class Estimates:
             teacher_kept=arguments["dense_outputs"] is not None,
         )
 
+    def _select(self, _: Arguments, key: str) -> Cost:
+        return select_cost(self.shapes, self.prepared.units, self._removed[key])
+
     def _merge(self, _: Arguments, key: str) -> Cost:
         return merge_cost(self.shapes, self.prepared.units, self._removed[key], precision_bytes=self.precision_bytes)
 
@@ -164,10 +233,15 @@ class Estimates:
             removed=None if source is None else self._removed[source.key],
             checkpoint=merged is not None,
             kl_sequences=0 if kl_tokens is None else self._tokens[kl_tokens.key][0],
-            kl_length=test_length(self.prepared.config) if kl_tokens is None else self._tokens[kl_tokens.key][1],
+            kl_length=self.prepared.config.test_length if kl_tokens is None else self._tokens[kl_tokens.key][1],
             precision_bytes=self.precision_bytes,
         )
 
     def _batches(self, tokens: ArtifactRef) -> dict[str, Any]:
         sequences, length = self._tokens[tokens.key]
         return {"sequences": sequences, "length": length, "micro_batch": self.prepared.config.micro_batch}
+
+
+def _listed(value: Any) -> list[Any]:
+    """Returns what a mix of texts has for each, or the one value of a single text."""
+    return value if isinstance(value, list) else [value]

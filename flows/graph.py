@@ -1,298 +1,226 @@
 """The graph of stages: calibrate -> gather -> bases -> measure -> allocate -> train -> merge -> evaluate -> report.
 
 Everything left of ``allocate`` is the same whatever the number of ratios and objectives. ``build`` describes the graph
-to whoever runs it or plans it, so the two cannot disagree.
+to whoever runs it or plans it, so the two cannot disagree; its parts are there for other graphs of the same stages.
 """
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import PreTrainedModel
-
-from flows.config import CompressConfig, Target
-from lsp_core.units import Unit, discover_units
+from flows.allocating import allocate_target, allocate_uniform, measure_grid
+from flows.config import Target
+from flows.prepared import Labelled, Prepared, Runner, with_seed
+from flows.sets import Sets, Test, draw, test_examples
+from lsp_core.shapes import positions_of
 from storage.manifest import ArtifactRef
-from storage.remembered import DigestMemory
-from tasks.allocate import allocate, check_reachable
 from tasks.bases import bases
-from tasks.caching import Arguments, Runtime, Stage
-from tasks.calibrate import calibrate, calibrate_test
-from tasks.evaluate import TaskFolder, evaluate, find_task_folder
+from tasks.evaluate import evaluate
 from tasks.gather import gather
-from tasks.measure import measure
 from tasks.merge import merge
-from tasks.models import ModelSource, check_positions, find_model, load_skeleton, resolve_device, resolve_precision
 from tasks.report import report
-from tasks.text import Part, TextOrigin, find_text
+from tasks.select import select
 from tasks.train import teacher, teacher_bytes, train
-
-log = logging.getLogger(__name__)
-
-POOL = 4  # windows are drawn from the first POOL times as many as are asked for
-LARGE_MODEL = 3_000_000_000  # parameters from which the KL grid has 16 points instead of 8
-
-
-class Runner(Protocol):
-    """What the graph is described to."""
-
-    def run(self, stage: Stage, label: str = "", /, *, hints: Arguments | None = None, **arguments: Any) -> ArtifactRef:
-        """Returns the artifact of a stage."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a configuration names, found and checked: nothing is computed yet. Texts by their role."""
+class Initial:
+    """What is the same for every ratio and objective; ``grid`` is None where the allocation needs none."""
 
-    config: CompressConfig
-    model: ModelSource
-    skeleton: PreTrainedModel
-    units: list[Unit]
-    points: int
-    device: str
-    precision: str
-    texts: dict[str, TextOrigin]
-    task_folder: TaskFolder | None
+    bases: ArtifactRef
+    grid: ArtifactRef | None
 
-    @property
-    def runtime(self) -> Runtime:
-        batch = self.config.evaluation.task_batch_size
-        return Runtime(device=self.device, micro_batch=self.config.micro_batch, task_batch_size=batch)
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """The artifacts of one target."""
+
+    allocation: ArtifactRef
+    untrained: ArtifactRef
+    training: ArtifactRef
+    merge: ArtifactRef
+    trained: ArtifactRef
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The artifacts that a run hands out; ``merges`` has one for each target."""
+    """The artifacts that one seed's run hands out; ``merges`` has one for each target."""
 
+    seed: int | None
     reported: ArtifactRef
     merges: list[ArtifactRef]
     grid: ArtifactRef | None
 
 
-def prepare(config: CompressConfig, *, partly: bool = False) -> Prepared:
-    """Returns what ``config`` names. ``partly``: what is not there yet is named in the sources' ``lacks``.
+def build(stages: Runner, prepared: Prepared) -> list[Built]:
+    """Describes every stage to ``stages``, in an order in which each one's inputs come before it.
 
-    Errors: ``ValueError`` for whatever of it cannot be had or does not fit together.
+    Returns what each of the config's seeds hands out; one of None where it lists no seeds.
     """
-    device = resolve_device(config.device)
-    digest = _digest(verify=config.verify)
-    model = find_model(**config.model.model_dump(), device=device, digest=digest, partly=partly)
-    check_positions(model, config.calibration.sequence_length, "calibration.sequence_length")
-    check_positions(model, test_length(config), "evaluation.sequence_length")
-    skeleton = load_skeleton(model)
-    if not type(skeleton).__module__.startswith("transformers."):
-        raise ValueError(f"{model.name}: a model whose code travels with it cannot be saved and loaded back compressed")
-    points = config.allocation.grid_points or (16 if skeleton.num_parameters() >= LARGE_MODEL else 8)
-    units = discover_units(skeleton, **config.discovery.model_dump())
-    check_reachable(units, [target.ratio for target in config.targets], config.allocation.method, points)
-    named = {
-        "calibration": config.calibration.text,
-        "allocation": config.allocation.text,
-        "validation": config.validation.text,
-        "test": config.evaluation.text,
-    }
-    return Prepared(
-        config=config,
-        model=model,
-        skeleton=skeleton,
-        units=units,
-        points=points,
-        device=device,
-        precision=resolve_precision(config.precision, device),
-        texts={
-            role: find_text(**text.model_dump(), digest=digest, partly=partly)
-            for role, text in named.items()
-            if text is not None
-        },
-        task_folder=find_task_folder(config.evaluation.task_folder),
-    )
+    variants = seed_variants(stages, prepared)
+    test = test_examples(stages, prepared)
+    sets = [draw(labelled, variant, test) for _, labelled, variant in variants]
+    dense = evaluate_dense(stages, prepared, test)
+    return [
+        _build_one(seed, labelled, variant, drawn.compared_with(dense), dense)
+        for (seed, labelled, variant), drawn in zip(variants, sets, strict=True)
+    ]
 
 
-def build(stages: Runner, prepared: Prepared) -> Built:
-    """Describes every stage to ``stages``, in an order in which each one's inputs come before it."""
+def seed_variants(stages: Runner, prepared: Prepared) -> list[tuple[int | None, Runner, Prepared]]:
+    """Returns each seed of the config with what its stages are described to, and from what."""
+    seeds = prepared.config.seeds
+    if not seeds:
+        return [(None, stages, prepared)]
+    return [
+        (seed, Labelled(stages, f"seed {seed}") if len(seeds) > 1 else stages, with_seed(prepared, seed))
+        for seed in seeds
+    ]
+
+
+def evaluate_dense(stages: Runner, prepared: Prepared, test: Test) -> ArtifactRef:
+    """Returns the evaluation of the model as it is."""
+    return stages.run(evaluate, "dense", model=prepared.model, **_tested(prepared, test))
+
+
+def initialize(stages: Runner, prepared: Prepared, sets: Sets) -> Initial:
+    """Returns the ordered bases, and the KL grid where ranks are allocated by it."""
     config, model = prepared.config, prepared.model
-    tokens = calibration_tokens(stages, prepared)
-    validation = validation_tokens(stages, prepared)
-    test = test_tokens(stages, prepared)
-    further = _further_evaluation(prepared)
-    dense = stages.run(evaluate, "dense", model=model, tokens=test, **further)
-
     grams = stages.run(
         gather,
         model=model,
-        tokens=tokens,
+        tokens=sets.training,
         precision=prepared.precision,
         hints={"checkpoint_sequences": config.calibration.checkpoint_sequences},
-        **config.discovery.model_dump(mode="json"),
+        **config.discovery.arguments,
     )
-    ordered = stages.run(bases, model=model, grams=grams, init=config.init)
-    subset = allocation_tokens(stages, prepared)
-    grid = None
-    if config.allocation.method == "measured_kl":
-        grid = stages.run(measure, model=model, bases=ordered, tokens=subset, points=prepared.points)
+    seed = {"seed": config.init_seed} if config.init == "random" else {}
+    ordered = stages.run(bases, model=model, grams=grams, init=config.init, **seed)
+    return Initial(bases=ordered, grid=measure_grid(stages, prepared, sets, ordered))
 
-    made: dict[str, list[ArtifactRef]] = {name: [] for name in ("allocations", "untrained", "untrained_uniform")}
-    made |= {name: [] for name in ("trainings", "merges", "trained")}
-    for target in config.targets:
-        share = f"{target.ratio:g}"
-        chosen = stages.run(
-            allocate, share, bases=ordered, grid=grid, ratio=target.ratio, method=config.allocation.method
-        )
-        uniform = stages.run(
-            allocate, f"{share} uniform", bases=ordered, grid=None, ratio=target.ratio, method="uniform_parameters"
-        )
-        made["allocations"].append(chosen)
-        made["untrained"].append(
-            stages.run(
-                evaluate,
-                f"{share} untrained",
-                model=model,
-                tokens=test,
-                bases=ordered,
-                allocation=chosen,
-                kl_tokens=subset,
-                **further,
-            )
-        )
-        made["untrained_uniform"].append(
-            stages.run(
-                evaluate, f"{share} untrained, uniform", model=model, tokens=test, bases=ordered, allocation=uniform
-            )
-        )
-        projectors = train_target(stages, prepared, target, ordered, chosen, tokens, validation)
-        merged = stages.run(
-            merge, target.name, model=model, bases=ordered, projectors=projectors, tolerance=config.merge_tolerance
-        )
-        made["trainings"].append(projectors)
-        made["merges"].append(merged)
-        made["trained"].append(
-            stages.run(evaluate, target.name, model=model, tokens=test, checkpoint=merged, **further)
-        )
 
-    reported = stages.run(
-        report,
-        prompt=config.evaluation.prompt,
-        targets=[target.model_dump(mode="json", include={"ratio", "objective"}) for target in config.targets],
-        bases=ordered,
-        grid=grid,
-        dense=dense,
-        **made,
+def compress_target(stages: Runner, prepared: Prepared, sets: Sets, initial: Initial, target: Target) -> Compressed:
+    """Returns one target's ranks, its trained and merged model, and the evaluations before and after training."""
+    config, model = prepared.config, prepared.model
+    tested = _tested(prepared, sets.test)
+    chosen = allocate_target(stages, prepared, sets, initial.bases, initial.grid, target)
+    untrained = stages.run(
+        evaluate,
+        f"{target.amount} untrained",
+        model=model,
+        bases=initial.bases,
+        allocation=chosen,
+        kl_tokens=sets.allocation,
+        **tested,
     )
-    return Built(reported=reported, merges=made["merges"], grid=grid)
-
-
-def calibration_tokens(stages: Runner, prepared: Prepared) -> ArtifactRef:
-    """Returns the sequences that Grams are gathered on and projectors are trained on."""
-    count = prepared.config.calibration.sequences
-    return _draw(
-        stages, prepared, "training", "calibration", _calibration_part(prepared), take=count, pool=POOL * count
+    training = train_target(stages, prepared, sets, initial.bases, chosen, target)
+    merged = stages.run(
+        merge, target.name, model=model, bases=initial.bases, projectors=training, tolerance=config.merge_tolerance
     )
-
-
-def validation_tokens(stages: Runner, prepared: Prepared) -> ArtifactRef:
-    """Returns held-out sequences, of the calibration text where no other is given."""
-    count = prepared.config.validation.sequences
-    role, part = ("validation", "all") if "validation" in prepared.texts else ("calibration", "validation")
-    return _draw(stages, prepared, "validation", role, part, take=count, pool=POOL * count)
-
-
-def allocation_tokens(stages: Runner, prepared: Prepared) -> ArtifactRef:
-    """Returns the sequences that the KL grid is measured on: some of the calibration set, or of a text of their own."""
-    count = prepared.config.allocation.sequences
-    if "allocation" in prepared.texts:
-        return _draw(stages, prepared, "allocation", "allocation", "all", take=count, pool=POOL * count)
-    pool = POOL * prepared.config.calibration.sequences
-    return _draw(stages, prepared, "allocation", "calibration", _calibration_part(prepared), take=count, pool=pool)
-
-
-def test_tokens(stages: Runner, prepared: Prepared) -> ArtifactRef:
-    """Returns the windows of the test text."""
-    return stages.run(
-        calibrate_test,
-        "test",
-        text=prepared.texts["test"],
-        tokenizer=prepared.model.tokenizer,
-        length=test_length(prepared.config),
-        max_tokens=prepared.config.evaluation.max_tokens,
-        bos=prepared.config.evaluation.bos,
-    )
-
-
-def test_length(config: CompressConfig) -> int:
-    """Returns the tokens of a test window."""
-    return config.evaluation.sequence_length or config.calibration.sequence_length
+    trained = stages.run(evaluate, target.name, model=model, checkpoint=merged, **tested)
+    return Compressed(allocation=chosen, untrained=untrained, training=training, merge=merged, trained=trained)
 
 
 def train_target(
-    stages: Runner,
-    prepared: Prepared,
-    target: Target,
-    ordered: ArtifactRef,
-    allocation: ArtifactRef,
-    tokens: ArtifactRef,
-    validation: ArtifactRef,
+    stages: Runner, prepared: Prepared, sets: Sets, ordered: ArtifactRef, allocation: ArtifactRef, target: Target
 ) -> ArtifactRef:
-    """Returns the trained projectors of one target."""
+    """Returns the trained projectors of one target, of several learning rates the best by validation."""
     config, model = prepared.config, prepared.model
     width = prepared.skeleton.config.get_text_config().hidden_size
-    size = teacher_bytes(model, config.calibration.sequences, config.calibration.sequence_length, width)
+    length = config.calibration.sequence_length if model.processor is None else positions_of(prepared.skeleton)
+    size = teacher_bytes(model, config.calibration.sequences, length, width)
     dense_outputs = None
     if target.objective == "kl" and size <= config.teacher_cache_gib * 2**30:
         pace = {"checkpoint_sequences": config.calibration.checkpoint_sequences}
-        dense_outputs = stages.run(teacher, "teacher", hints=pace, model=model, tokens=tokens)
+        dense_outputs = stages.run(teacher, "teacher", hints=pace, model=model, tokens=sets.training)
     unkeyed = {"checkpoint_steps", "checkpoint_minutes"}
-    settings = config.training.model_dump(mode="json", exclude=unkeyed)
+    settings = config.training.model_dump(mode="json", exclude={*unkeyed, "learning_rate"})
     settings["epochs"] = target.epochs or config.training.epochs
-    return stages.run(
-        train,
-        target.name,
-        model=model,
-        bases=ordered,
-        allocation=allocation,
-        tokens=tokens,
-        validation=validation,
-        objective=target.objective,
-        hints={"dense_outputs": dense_outputs, **config.training.model_dump(include=unkeyed)},
-        **settings,
+    if settings["epoch_sequences"] is None:
+        del settings["epoch_sequences"]
+    rates = config.training.rates
+    trainings = [
+        stages.run(
+            train,
+            target.name if len(rates) == 1 else f"{target.name} rate {rate:g}",
+            model=model,
+            bases=ordered,
+            allocation=allocation,
+            tokens=sets.training,
+            validation=sets.validation,
+            objective=target.objective,
+            learning_rate=rate,
+            hints={"dense_outputs": dense_outputs, **config.training.model_dump(include=unkeyed)},
+            **settings,
+        )
+        for rate in rates
+    ]
+    return trainings[0] if len(trainings) == 1 else stages.run(select, target.name, trainings=trainings)
+
+
+def _build_one(seed: int | None, stages: Runner, prepared: Prepared, sets: Sets, dense: ArtifactRef) -> Built:
+    targets = prepared.config.targets
+    initial = initialize(stages, prepared, sets)
+    made, uniform = [], []
+    for target in targets:
+        made.append(compress_target(stages, prepared, sets, initial, target))
+        uniform.append(_evaluate_uniform(stages, prepared, sets, initial, made[-1].allocation, target))
+    reported = stages.run(
+        report,
+        prompt=prepared.config.evaluation.prompt,
+        targets=[_described(prepared, target) for target in targets],
+        bases=initial.bases,
+        grid=initial.grid,
+        dense=dense,
+        allocations=[compressed.allocation for compressed in made],
+        untrained=[compressed.untrained for compressed in made],
+        untrained_uniform=uniform,
+        trainings=[compressed.training for compressed in made],
+        merges=[compressed.merge for compressed in made],
+        trained=[compressed.trained for compressed in made],
     )
+    merges = [compressed.merge for compressed in made]
+    return Built(seed=seed, reported=reported, merges=merges, grid=initial.grid)
 
 
-def _draw(
-    stages: Runner, prepared: Prepared, label: str, role: str, part: Part, *, take: int, pool: int
+def _evaluate_uniform(
+    stages: Runner, prepared: Prepared, sets: Sets, initial: Initial, allocation: ArtifactRef, target: Target
 ) -> ArtifactRef:
+    """Returns the evaluation of the untrained model at uniform ranks, which ``allocation`` is compared with."""
+    uniform = allocate_uniform(stages, prepared, initial.bases, allocation, target)
     return stages.run(
-        calibrate,
-        label,
-        text=prepared.texts[role],
-        tokenizer=prepared.model.tokenizer,
-        length=prepared.config.calibration.sequence_length,
-        take=take,
-        pool=pool,
-        part=part,
-        seed=prepared.config.calibration.seed,
+        evaluate,
+        f"{target.amount} untrained, uniform",
+        model=prepared.model,
+        bases=initial.bases,
+        allocation=uniform,
+        **_tested(prepared, replace(sets.test, transfer={}), further=False),
     )
 
 
-def _further_evaluation(prepared: Prepared) -> dict[str, Any]:
-    """Returns what is evaluated beside the perplexity; what has no effect is not said."""
-    chosen = prepared.config.evaluation
-    settings: dict[str, Any] = {"prompt": chosen.prompt}
-    if chosen.prompt is not None:
+def _described(prepared: Prepared, target: Target) -> dict[str, Any]:
+    """Returns what the report says a target is; its ratio is None where a divergence bounds it."""
+    described = target.model_dump(mode="json", include={"ratio", "fit_gib", "max_kl", "objective"}, exclude_none=True)
+    return {**described, "ratio": prepared.ratios.get(target.amount)}
+
+
+def _tested(prepared: Prepared, test: Test, *, further: bool = True) -> dict[str, Any]:
+    """Returns what an evaluation is of, and what it covers beside the main figure; what has no effect is not said."""
+    chosen, model = prepared.config.evaluation, prepared.model
+    if not model.gives_text:
+        settings: dict[str, Any] = {"tokens": test.examples, "labelled": model.task == "image-classification"}
+        if test.dense is not None:
+            settings["dense"] = test.dense
+        if test.transfer:
+            settings["transfer"] = [ref for pair in test.transfer.values() for ref in pair]
+            settings["transfer_names"] = list(test.transfer)
+        return settings
+    settings = {"tokens": test.examples}
+    if further:
+        settings["prompt"] = chosen.prompt
+    if further and chosen.prompt is not None:
         settings["prompt_tokens"] = chosen.prompt_tokens
-    if chosen.tasks:
+    if further and chosen.tasks and model.task == "causal-lm":
         settings |= {"tasks": list(chosen.tasks), "task_limit": chosen.task_limit, "harness": version("lm_eval")}
         settings["task_folder"] = prepared.task_folder
     return settings
-
-
-def _calibration_part(prepared: Prepared) -> Part:
-    return "all" if "validation" in prepared.texts else "calibration"
-
-
-def _digest(*, verify: bool) -> Callable[[Path], str]:
-    memory = DigestMemory()
-    return lambda path: memory.digest(path, verify=verify)

@@ -15,7 +15,8 @@ from rich.filesize import decimal
 
 from flows.config import CompressConfig
 from flows.estimates import Estimates
-from flows.graph import build, prepare
+from flows.graph import build
+from flows.prepared import prepare
 from lsp_core.shapes import Cost
 from storage.manifest import ArtifactRef
 from storage.store import Store
@@ -29,7 +30,8 @@ CANNOT_FIT = 3  # exit status
 SHOWN = 72  # characters of a reason in the table; the JSON has all
 NOTES = (
     "peak: device memory of weights and tensors (on a CPU without the interpreter's own); train: all epochs, an early "
-    "stop takes less; ranks not yet allocated are taken as uniform; lm-eval tasks and downloads are not counted"
+    "stop takes less; ranks not yet allocated are taken as uniform; lm-eval tasks, linear probes and downloads are not "
+    "counted"
 )
 
 

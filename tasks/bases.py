@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 @stage()
-def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init) -> None:
-    """Publishes the bases (D, D) and the ridge that each Gram matrix needed."""
+def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init, seed: int = 0) -> None:
+    """Publishes the bases (D, D) and the ridge that each Gram matrix needed; ``seed`` is that of random ones."""
     folder = work.folder(grams)
     units, loaded = read_units(folder), load_model(model, work.runtime.device)
     files = {unit.name: work.scratch / "bases" / f"basis-{index:05d}.safetensors" for index, unit in enumerate(units)}
@@ -33,7 +33,7 @@ def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init) -> 
             ridge = saved_ridge(file, unit)
             if ridge is None:
                 gram = load_tensors(folder, [unit.name])[unit.name].to(work.runtime.device)
-                ridge = write_basis(file, unit, gram, loaded, init)
+                ridge = write_basis(file, unit, gram, loaded, init, seed)
                 work.keep()
             ridges[unit.name] = ridge
             if ridge:
@@ -46,10 +46,10 @@ def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init) -> 
     write_index(work.output, {name: file.name for name, file in files.items()})
 
 
-def write_basis(file: Path, unit: Unit, gram: Tensor, model: nn.Module, init: Init) -> float:
+def write_basis(file: Path, unit: Unit, gram: Tensor, model: nn.Module, init: Init, seed: int) -> float:
     """Computes the basis of ``unit``, writes it to ``file`` and returns its ridge."""
     weights = [weight_of(model.get_submodule(member)).detach() for member in unit.members]
-    basis = ordered_basis(unit, gram, weights, init=init)
+    basis = ordered_basis(unit, gram, weights, init=init, seed=seed)
     write_durably(file, {unit.name: basis.q}, {"ridge": basis.ridge})
     return basis.ridge
 

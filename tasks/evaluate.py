@@ -10,13 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsp_core.gram import NonFiniteError
+from lsp_core.inputs import inputs_of
 from lsp_core.modeling import load_compressed
-from lsp_core.sensitivity import Sensitivity
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.manifest import ArtifactRef
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_json, read_tokens, write_json
 from tasks.caching import Source, Work, stage
+from tasks.features import evaluate_features
+from tasks.measure import open_sensitivity
 from tasks.merge import merge_initial
 from tasks.models import ModelSource, load_model, load_tokenizer
 from tasks.progress import Progress
@@ -71,13 +73,18 @@ def evaluate(
     task_folder: TaskFolder | None = None,
     task_limit: int | None = None,
     harness: str | None = None,
+    dense: ArtifactRef | None = None,
+    labelled: bool = False,
+    transfer: list[ArtifactRef] | None = None,
+    transfer_names: list[str] | None = None,
 ) -> None:
-    """Publishes perplexity, parameter count, the prompt's continuation and task accuracies.
+    """Publishes a language model's perplexity, its continuation of a prompt and task accuracies; else of its features.
 
     Of the merged ``checkpoint``, of the untrained model (NoLSP) that ``bases`` and ``allocation`` give, or of the dense
     model. With ``kl_tokens``, also the KL, in nats per token, of that allocation as a whole. ``harness`` is lm-eval's
     version, there to be keyed. The data of a hub task, and files outside the
-    task folder that a task names, are not pinned.
+    task folder that a task names, are not pinned. ``dense``, ``labelled`` and ``transfer``, two sets for each of
+    ``transfer_names``: as ``evaluate_features`` needs them.
     """
     result: dict[str, Any] = {}
     if checkpoint is not None:
@@ -88,17 +95,17 @@ def evaluate(
             if kl_tokens is not None:
                 result["kl_joint"] = _joint_kl(work, subject, bases, allocation, kl_tokens)
             merge_initial(work, subject, bases, allocation)
-    windows = read_tokens(work, tokens)
-    with work.progress() as progress:
-        perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress)
-    result |= {
-        "perplexity": perplexity,
-        "tokens": windows.numel(),
-        "windows": len(windows),
-        "parameters": sum(p.numel() for p in subject.parameters()),
-    }
+    result["parameters"] = sum(p.numel() for p in subject.parameters())
+    if model.gives_text:
+        windows = read_tokens(work, tokens)
+        with work.progress() as progress:
+            perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress)
+        result |= {"perplexity": perplexity, "tokens": windows.numel(), "windows": len(windows)}
+    else:
+        sets = zip(transfer_names or (), (transfer or [])[::2], (transfer or [])[1::2], strict=True)
+        result |= evaluate_features(work, subject, tokens, dense=dense, labelled=labelled, transfer=list(sets))
     if prompt is not None:
-        result["continuation"] = continue_prompt(subject, load_tokenizer(model.tokenizer), prompt, prompt_tokens)
+        result["continuation"] = continue_prompt(subject, load_tokenizer(model.own_tokenizer), prompt, prompt_tokens)
     if tasks:
         result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
     write_json(work.output / EVALUATION, result)
@@ -108,9 +115,7 @@ def _joint_kl(
     work: Work, model: PreTrainedModel, bases: ArtifactRef, allocation: ArtifactRef, tokens: ArtifactRef
 ) -> float:
     units, tensors = read_bases(work, bases)
-    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
-    sensitivity = Sensitivity(model, units, on_device, read_tokens(work, tokens), micro_batch=work.runtime.micro_batch)
-    return sensitivity.joint(read_removed(work, allocation))
+    return open_sensitivity(work, model, units, tensors, tokens).joint(read_removed(work, allocation))
 
 
 def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
@@ -124,15 +129,18 @@ def measure_perplexity(
 ) -> float:  # (B, T)
     """Returns exp of the mean next-token loss over all windows, each predicted from its own beginning.
 
+    Of an encoder-decoder, over the second half of each window, predicted from the first.
+
     Errors: ``NonFiniteError`` naming the first window whose logits are not finite.
     """
+    inputs = inputs_of(model)
     total, count = 0.0, 0
     for start in range(0, len(windows), micro_batch):
         batch = windows[start : start + micro_batch].to(model.device)
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
-        losses = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none").view(
-            len(batch), -1
-        )
+        logits, targets = model(**inputs.arguments(batch, model)).logits, inputs.targets(batch)
+        if inputs.decoder_start is None:
+            logits, targets = logits[:, :-1], batch[:, 1:]
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
         finite = torch.isfinite(losses).all(1) & torch.isfinite(logits).flatten(1).all(1)
         if not finite.all():
             window = start + int((~finite).nonzero()[0])
@@ -177,7 +185,7 @@ def run_tasks(
         )
     wrapped = HFLM(
         pretrained=model,
-        tokenizer=load_tokenizer(source.tokenizer),
+        tokenizer=load_tokenizer(source.own_tokenizer),
         batch_size=work.runtime.task_batch_size,
         device=str(model.device),
     )

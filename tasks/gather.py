@@ -1,16 +1,22 @@
 """gather: model, token blocks -> units and their Gram matrices."""
 
-from typing import Literal
+import logging
+from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
+from lsp_core.discovery import Group, KVRouting, discover
 from lsp_core.gram import gather_grams
-from lsp_core.units import KVRouting, discover_units
 from storage.manifest import ArtifactRef
 from storage.tensors import save_tensors
-from tasks.artifacts import read_tokens, write_units
+from tasks.artifacts import write_json, write_units
 from tasks.caching import Work, stage
-from tasks.models import ModelSource, load_model
+from tasks.examples import read_examples
+from tasks.models import ModelSource, TokenizerSource, load_model, load_tokenizer
+
+LEFT_ALONE = "left_alone.json"
+log = logging.getLogger(__name__)
 
 
 @stage()
@@ -23,19 +29,34 @@ def gather(
     tie: bool,
     exclude: list[str],
     precision: Literal["float32", "float64"],
+    include: list[str] | None = None,
+    groups: list[dict[str, Any]] | None = None,
     checkpoint_sequences: int = 128,
 ) -> None:
-    """Publishes the units and one Gram matrix (D, D) each.
+    """Publishes the units, one Gram matrix (D, D) each, and why each other matrix of a block is left alone.
 
     ``checkpoint_sequences``, a hint: sequences between two saves of the sums so far.
     """
     loaded = load_model(model, work.runtime.device)
-    units = discover_units(loaded, kv_routing=kv_routing, tie=tie, exclude=exclude)
+    found = discover(
+        loaded,
+        kv_routing=kv_routing,
+        tie=tie,
+        include=include or (),
+        exclude=exclude,
+        groups=[Group(members=tuple(group["members"]), side=group["side"]) for group in groups or ()],
+    )
+    for name, reason in found.left_alone.items():
+        log.info("%s is left alone: %s", name, reason)
+    examples = read_examples(work, tokens, loaded)
+    if model.task == "encoder" and model.tokenizer is not None:
+        _check_padding(loaded, model.tokenizer)
     with work.progress() as progress:
         grams = gather_grams(
             loaded,
-            units,
-            read_tokens(work, tokens),
+            found.units,
+            examples.values,
+            inputs=examples.inputs,
             micro_batch=work.runtime.micro_batch,
             precision=getattr(torch, precision),
             progress=progress,
@@ -43,5 +64,16 @@ def gather(
             checkpoint_sequences=checkpoint_sequences,
             on_checkpoint=work.keep,
         )
-    write_units(work.output, units)
+    write_units(work.output, found.units)
+    write_json(work.output / LEFT_ALONE, found.left_alone)
     save_tensors(work.output, grams)
+
+
+def _check_padding(model: PreTrainedModel, tokenizer: TokenizerSource) -> None:
+    """Errors: ``ValueError`` where the model's config and the tokenizer do not name the same padding token."""
+    named, written = model.config.pad_token_id, load_tokenizer(tokenizer).pad_token_id
+    if named != written:
+        raise ValueError(
+            f"{tokenizer.folder}: config.json has pad_token_id {named}, the tokenizer pads with {written}: padding "
+            "would count as content; set both to the same"
+        )

@@ -2,17 +2,19 @@
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.units import Unit
 from storage.grid import MEASURED, SKIPPED, KLGrid
 from storage.manifest import ArtifactRef
-from tasks.artifacts import read_bases, read_tokens
+from tasks.artifacts import read_bases
 from tasks.caching import Work, stage
+from tasks.examples import read_examples
 from tasks.models import ModelSource, load_model
 
 log = logging.getLogger(__name__)
@@ -46,22 +48,30 @@ def _measure_rows(
     pending = grid.pending()
     if not pending:
         return
-    loaded = load_model(model, work.runtime.device)
-    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
-    batches = read_tokens(work, tokens)
-    sensitivity = Sensitivity(loaded, units, on_device, batches, micro_batch=work.runtime.micro_batch)
+    sensitivity = open_sensitivity(work, load_model(model, work.runtime.device), units, tensors, tokens)
     with work.progress() as progress:
         for done, row in enumerate(pending, len(units) - len(pending)):
             progress(done, len(units))
-            grid.write_row(row, *_measure_row(sensitivity, units[row], points))
+            grid.write_row(row, *measured_row(sensitivity.measure, units[row], points))
             work.keep()
         progress(len(units), len(units))
+
+
+def open_sensitivity(
+    work: Work, model: PreTrainedModel, units: Sequence[Unit], tensors: Mapping[str, Tensor], tokens: ArtifactRef
+) -> Sensitivity:
+    """Returns what measures truncations of ``model``, on the runtime's device, by the bases ``tensors``."""
+    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
+    examples = read_examples(work, tokens, model)
+    return Sensitivity(
+        model, units, on_device, examples.values, micro_batch=work.runtime.micro_batch, inputs=examples.inputs
+    )
 
 
 def _open(work: Work, units: Sequence[Unit], points: int) -> KLGrid:
     """Returns the grid that an earlier attempt left, or an empty one where there is none or it does not open."""
     folder, names = work.scratch / "grid", [unit.name for unit in units]
-    removed = np.stack([_row_counts(unit, points) for unit in units])
+    removed = np.stack([row_counts(unit, points) for unit in units])
     if folder.exists():
         try:
             grid = KLGrid.open(str(folder))
@@ -79,17 +89,20 @@ def _open(work: Work, units: Sequence[Unit], points: int) -> KLGrid:
     return KLGrid.open(str(folder))
 
 
-def _row_counts(unit: Unit, points: int) -> np.ndarray:  # -> (point,)
+def row_counts(unit: Unit, points: int) -> np.ndarray:  # -> (point,)
+    """Returns the removed counts of one row of the grid, duplicates, 0 and D among them."""
     return np.array([round(i * unit.dimension / points) for i in range(1, points)])
 
 
-def _measure_row(sensitivity: Sensitivity, unit: Unit, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns KL and status of one row; a count that occurs twice in it is measured once."""
-    counts = _row_counts(unit, points)
+def measured_row(
+    measure: Callable[[str, int], float], unit: Unit, points: int
+) -> tuple[np.ndarray, np.ndarray]:  # -> (point,), (point,)
+    """Returns KL and status of one row, by ``measure(name, count)``; a count that occurs twice is measured once."""
+    counts = row_counts(unit, points)
     wanted = set(counts_to_measure(unit, removal_counts(unit, points)))
     kl, status = np.full(len(counts), np.nan), np.full(len(counts), SKIPPED, dtype=np.uint8)
     for point, count in enumerate(counts.tolist()):
         if count in wanted:
             wanted.remove(count)
-            kl[point], status[point] = sensitivity.measure(unit.name, count), MEASURED
+            kl[point], status[point] = measure(unit.name, count), MEASURED
     return kl, status

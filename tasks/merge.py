@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lsp_core.merging import merge_model, projected_logits, removed_directions
+from lsp_core.inputs import probe
+from lsp_core.merging import merge_model, outputs_of, projected_outputs, removed_directions
 from lsp_core.modeling import save_compressed
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors
@@ -14,6 +15,7 @@ from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_units, write_json
 from tasks.caching import Work, stage
 from tasks.models import ModelSource, load_model, load_tokenizer
+from tasks.processors import copy_processor
 
 MERGE = "merge.json"
 PROBE_TOKENS = 16
@@ -31,16 +33,19 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
     units = read_units(work.folder(bases))
     loaded = load_model(model)
     vectors = load_tensors(work.folder(projectors))
-    probe = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
-    expected = projected_logits(loaded, units, vectors, probe)
+    examples = probe(loaded, length=PROBE_TOKENS)
+    expected = projected_outputs(loaded, units, vectors, examples)
     report = merge_model(loaded, units, vectors, tolerance=tolerance)
-    difference = relative_difference(loaded, probe, expected)
+    difference = relative_difference(loaded, examples, expected)
     if tolerance == 0 and difference > LOGIT_TOLERANCE[loaded.dtype]:
         raise ValueError(
-            f"the merged model's logits differ from the projected model's by {difference:.2g} of their size"
+            f"the merged model's outputs differ from the projected model's by {difference:.2g} of their size"
         )
     save_compressed(loaded, units, work.output, facts={"base_model_digest": model.digest})
-    load_tokenizer(model.tokenizer).save_pretrained(work.output)
+    if model.processor is None:
+        load_tokenizer(model.own_tokenizer).save_pretrained(work.output)
+    else:
+        copy_processor(model.processor, work.output)
     write_json(
         work.output / MERGE,
         {
@@ -52,10 +57,9 @@ def merge(work: Work, *, model: ModelSource, bases: ArtifactRef, projectors: Art
 
 
 @torch.no_grad()
-def relative_difference(model: PreTrainedModel, ids: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference of the logits from ``expected`` (B, T, V), relative to the largest of these."""
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return float((logits - expected).abs().max() / expected.abs().max())
+def relative_difference(model: PreTrainedModel, examples: Tensor, expected: Tensor) -> float:
+    """Returns the largest difference of the outputs from ``expected``, relative to the largest of these."""
+    return float((outputs_of(model, examples) - expected).abs().max() / expected.abs().max())
 
 
 def merge_initial(work: Work, model: nn.Module, bases: ArtifactRef, allocation: ArtifactRef) -> None:

@@ -3,42 +3,59 @@
 import json
 import logging
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
+from lsp_core.inputs import PIXELS
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.remembered import DigestMemory
 from tasks.caching import Source
-from tasks.hub import commit_of
+from tasks.model_files import (
+    VOCABULARY_PATTERNS,
+    digest_parts,
+    locate,
+    matching,
+    refuse_quantized,
+    tokenizer_digest,
+    weight_files,
+)
+from tasks.processors import ProcessorSource, find_processor
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
-SHARD_PATTERNS = ("*.safetensors", "pytorch_model*.bin")  # of the two, to be downloaded
-VOCABULARY_PATTERNS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.codes", "*.tokenizer")
-TOKENIZER_PATTERNS = (
-    *VOCABULARY_PATTERNS,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "byte_maps.json",
-    "emoji.json",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-)
-CONFIG_FILES = ("config.json", "generation_config.json")
-CODE_PATTERNS = ("*.py",)
+ModelTask = Literal["causal-lm", "seq2seq-lm", "image-classification", "encoder"]
+AUTO: dict[ModelTask, Any] = {
+    "causal-lm": AutoModelForCausalLM,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+    "image-classification": AutoModelForImageClassification,
+    "encoder": AutoModel,
+}
+HEADS: dict[ModelTask, Any] = {  # transformers' own lists: model_type -> class names
+    "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image-classification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+POOLING = "add_pooling_layer"  # of encoders whose pooler is no part of every checkpoint
 
 
 class TokenizerSource(Source):
@@ -48,14 +65,16 @@ class TokenizerSource(Source):
     trust_remote_code: bool = False
 
     def current_digest(self) -> str:
-        return _tokenizer_digest(Path(self.folder), self.trust_remote_code, DigestMemory().digest)
+        return tokenizer_digest(Path(self.folder), self.trust_remote_code, DigestMemory().digest)
 
 
 class ModelSource(Source):
     """A model in a local ``folder``.
 
-    The digest covers ``parts``: the digests of config, weights, tokenizer and trusted code, and the dtype to compute
-    in. ``name`` is what the user gave, ``revision`` the commit a hub id was resolved to.
+    The digest covers ``parts``: the digests of config, weights, tokenizer or image processor and trusted code, the
+    dtype to compute in and the task. ``name`` is what the user gave, ``revision`` the commit a hub id was resolved to;
+    ``task``: which of transformers' heads it is loaded with. A model that reads images has a ``processor``, the others
+    a ``tokenizer``.
     """
 
     name: str
@@ -65,7 +84,21 @@ class ModelSource(Source):
     parts: dict[str, str]
     num_bytes: int
     trust_remote_code: bool = False
-    tokenizer: TokenizerSource
+    task: ModelTask
+    tokenizer: TokenizerSource | None
+    processor: ProcessorSource | None
+
+    @property
+    def gives_text(self) -> bool:
+        """Whether it is a language model."""
+        return self.task in ("causal-lm", "seq2seq-lm")
+
+    @property
+    def own_tokenizer(self) -> TokenizerSource:
+        """Its tokenizer. Errors: ``ValueError`` for a model that reads images."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} reads images: it has no tokenizer")
+        return self.tokenizer
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -76,8 +109,12 @@ class ModelSource(Source):
         return {"name": self.name, "revision": self.revision, **self.parts}
 
     def current_digest(self) -> str:
-        weights, _ = _weights(Path(self.folder))
-        parts = _parts(Path(self.folder), weights, self.dtype, self.trust_remote_code, DigestMemory().digest)
+        weights, _ = weight_files(Path(self.folder))
+        folder, memory = Path(self.folder), DigestMemory()
+        reader = self.tokenizer or self.processor
+        assert reader is not None
+        parts = digest_parts(folder, weights, self.dtype, self.task, self.trust_remote_code, memory.digest)
+        parts[_reader_name(self.processor)] = reader.current_digest()
         return digest_bytes(canonical_json(parts).encode())
 
 
@@ -86,6 +123,7 @@ def find_model(
     *,
     revision: str | None = None,
     dtype: str = "auto",
+    task: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
     digest: Callable[[Path], str] = digest_file,
@@ -94,20 +132,23 @@ def find_model(
     """Returns the model in a local folder, or downloads a hub id and returns that, with its content digested.
 
     ``digest``: what a file's digest is taken from. ``partly``: a config is enough, nothing large is downloaded, and
-    what is not there is named in ``lacks``. Errors: ``ValueError`` if there is no such model, or if the folder lacks
-    config, weights or tokenizer.
+    what is not there is named in ``lacks``. Errors: ``ValueError`` if there is no such model, if it is quantized, or if
+    the folder lacks config, weights or tokenizer.
     """
-    folder, commit = _locate(name_or_path, revision, partly=partly)
+    folder, commit = locate(name_or_path, revision, partly=partly)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is not a model folder")
-    weights, missing = _weights(folder)
+    refuse_quantized(folder)
+    weights, missing = weight_files(folder)
     if missing and not partly:
         raise ValueError(f"{folder} holds no {', '.join(missing)}: copy the weights there or name another folder")
-    has_tokenizer = bool(_files(folder, VOCABULARY_PATTERNS))
-    if not has_tokenizer and not partly:
-        raise ValueError(f"{folder} holds no tokenizer (tokenizer.json, ...): save the model's tokenizer there")
+    config = _config(folder, trust_remote_code)
+    chosen = _resolve_task(config, task)
+    images = _reads_images(config, chosen)
+    tokenizer, processor = _reader(folder, name_or_path, trust_remote_code, digest, images=images, partly=partly)
     resolved = _resolve_dtype(folder, dtype, device)
-    parts = _parts(folder, weights, resolved, trust_remote_code, digest)
+    parts = digest_parts(folder, weights, resolved, chosen, trust_remote_code, digest)
+    parts[_reader_name(processor)] = (tokenizer or processor).digest  # type: ignore[union-attr]
     return ModelSource(
         name=name_or_path,
         folder=str(folder),
@@ -116,15 +157,53 @@ def find_model(
         parts=parts,
         num_bytes=sum(path.stat().st_size for path in weights),
         trust_remote_code=trust_remote_code,
+        task=chosen,
         digest=digest_bytes(canonical_json(parts).encode()),
         lacks=f"the weights of {name_or_path} are there" if missing else None,
-        tokenizer=TokenizerSource(
-            folder=str(folder),
-            digest=parts["tokenizer"],
-            trust_remote_code=trust_remote_code,
-            lacks=None if has_tokenizer else f"the tokenizer of {name_or_path} is there",
-        ),
+        tokenizer=tokenizer,
+        processor=processor,
     )
+
+
+def _reader(
+    folder: Path, name: str, trust_remote_code: bool, digest: Callable[[Path], str], *, images: bool, partly: bool
+) -> tuple[TokenizerSource | None, ProcessorSource | None]:
+    """Returns the tokenizer of a model that reads text, or the image processor of one that reads images."""
+    if images:
+        return None, find_processor(folder, digest=digest, partly=partly)
+    has_tokenizer = bool(matching(folder, VOCABULARY_PATTERNS))
+    if not has_tokenizer and not partly:
+        raise ValueError(f"{folder} holds no tokenizer (tokenizer.json, ...): save the model's tokenizer there")
+    tokenizer = TokenizerSource(
+        folder=str(folder),
+        digest=tokenizer_digest(folder, trust_remote_code, digest),
+        trust_remote_code=trust_remote_code,
+        lacks=None if has_tokenizer else f"the tokenizer of {name} is there",
+    )
+    return tokenizer, None
+
+
+def _reader_name(processor: ProcessorSource | None) -> str:
+    return "tokenizer" if processor is None else "processor"
+
+
+def _reads_images(config: PreTrainedConfig, task: ModelTask) -> bool:
+    architecture = AUTO[task]._model_mapping.get(type(config), None)
+    architecture = architecture[0] if isinstance(architecture, tuple) else architecture
+    return getattr(architecture, "main_input_name", None) == PIXELS
+
+
+def _resolve_task(config: PreTrainedConfig, task: str) -> ModelTask:
+    """Returns the task that ``auto`` stands for, by the class that the checkpoint names, or ``task`` itself."""
+    for known in get_args(ModelTask):
+        if task == known:
+            return known
+    named = (config.architectures or [None])[0]
+    for known, names in HEADS.items():
+        classes = {name for value in names.values() for name in (value if isinstance(value, tuple) else (value,))}
+        if named in classes or (named is None and config.model_type in names):
+            return known
+    return "encoder"
 
 
 def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
@@ -134,13 +213,9 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     another shape, or if a weight is NaN or infinite.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=source.torch_dtype,
-            trust_remote_code=source.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # listed in info, and refused below with their names
-        )
+        model, info = _load(source)
+        if source.task == "encoder" and info["missing_keys"] and POOLING in signature(type(model).__init__).parameters:
+            model, info = _load(source, **{POOLING: False})
     except SafetensorError as error:
         raise ValueError(f"{source.folder}: the weights cannot be read ({error}): copy them there again") from None
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -158,6 +233,18 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     return moved
 
 
+def _load(source: ModelSource, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = AUTO[source.task].from_pretrained(
+        source.folder,
+        dtype=source.torch_dtype,
+        trust_remote_code=source.trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # listed in info, and refused with their names
+        **options,
+    )
+    return loaded
+
+
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     """Returns the tokenizer."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -169,20 +256,22 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
 def load_skeleton(source: ModelSource) -> PreTrainedModel:
     """Returns the model on the meta device: its layers and shapes, without a weight."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            _config(source), trust_remote_code=source.trust_remote_code
+        model: PreTrainedModel = AUTO[source.task].from_config(
+            _config(Path(source.folder), source.trust_remote_code), trust_remote_code=source.trust_remote_code
         )
     return model
 
 
-def _config(source: ModelSource) -> PreTrainedConfig:
-    config: PreTrainedConfig = AutoConfig.from_pretrained(source.folder, trust_remote_code=source.trust_remote_code)
+def _config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return config
 
 
 def check_positions(source: ModelSource, sequence_length: int, setting: str) -> None:
     """Errors: ``ValueError`` if ``sequence_length`` exceeds the model's positions."""
-    limit = getattr(_config(source).get_text_config(), "max_position_embeddings", None)
+    limit = getattr(
+        _config(Path(source.folder), source.trust_remote_code).get_text_config(), "max_position_embeddings", None
+    )
     if limit is not None and sequence_length > limit:
         raise ValueError(
             f"{setting}={sequence_length} exceeds the {limit} positions of {source.name}: lower it to {limit} or less"
@@ -212,83 +301,6 @@ def resolve_precision(precision: str, device: str) -> str:
         precision = "float32" if device.startswith("mps") else "float64"
         log.info("precision auto: %s on %s", precision, device)
     return precision
-
-
-def _locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Path, str | None]:
-    folder = Path(name_or_path).expanduser()
-    if partly and folder.name == "config.json" and folder.is_file():
-        folder = folder.parent
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(
-                f"model.revision={revision!r} belongs to a hub id, but {name_or_path} is a local folder: drop it"
-            )
-        return folder.resolve(), None
-    if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
-        raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
-    commit = commit_of("model", name_or_path, revision)
-    small = [*(index for _, index in WEIGHTS), *TOKENIZER_PATTERNS, *CONFIG_FILES, *CODE_PATTERNS]
-    folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=small))
-    if not partly:  # what was downloaded before is linked into the same folder
-        folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, SHARD_PATTERNS[0]]))
-        if _weights(folder)[1]:
-            folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=[*small, SHARD_PATTERNS[1]]))
-    log.info("%s is at commit %s", name_or_path, commit)
-    return folder, commit
-
-
-def _weights(folder: Path) -> tuple[list[Path], list[str]]:
-    """Returns the files that the weights are loaded from, an index included, and the names of those not there.
-
-    Errors: ``ValueError`` for an index that does not read or names files outside the folder.
-    """
-    for single, index in WEIGHTS:
-        if (folder / single).is_file():
-            return [folder / single], []
-        if (folder / index).is_file():
-            try:
-                names = sorted(set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise ValueError(f"{folder / index} is no index of weights: copy it there again") from None
-            for name in names:
-                if not isinstance(name, str) or Path(name).name != name:
-                    raise ValueError(f"{folder / index} names the file {name!r}, which is not right in that folder")
-            return (
-                [folder / index, *(folder / name for name in names if (folder / name).is_file())],
-                [name for name in names if not (folder / name).is_file()],
-            )
-    return [], [" or ".join(single for single, _ in WEIGHTS)]
-
-
-def _parts(
-    folder: Path, weights: list[Path], dtype: str, trust_remote_code: bool, digest: Callable[[Path], str]
-) -> dict[str, str]:
-    return {
-        "config": _digest(folder, _files(folder, CONFIG_FILES), digest),
-        "weights": _digest(folder, weights, digest),
-        "tokenizer": _tokenizer_digest(folder, trust_remote_code, digest),
-        "code": _digest(folder, _code(folder, trust_remote_code), digest),
-        "dtype": dtype,
-    }
-
-
-def _tokenizer_digest(folder: Path, trust_remote_code: bool, digest: Callable[[Path], str]) -> str:
-    config = folder / "config.json"  # it may choose the tokenizer's class
-    code = _code(folder, trust_remote_code)
-    return _digest(folder, [*_files(folder, TOKENIZER_PATTERNS), config, *code], digest)
-
-
-def _code(folder: Path, trust_remote_code: bool) -> list[Path]:
-    return _files(folder, CODE_PATTERNS) if trust_remote_code else []
-
-
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-
-
-def _digest(folder: Path, files: list[Path], digest: Callable[[Path], str]) -> str:
-    digests = {path.relative_to(folder).as_posix(): digest(path) for path in files}
-    return digest_bytes(canonical_json(digests).encode())
 
 
 def _resolve_dtype(folder: Path, dtype: str, device: str) -> str:

@@ -1,5 +1,6 @@
 """report: everything measured -> tables for people, JSON for programs, plots."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from storage.manifest import ArtifactRef
@@ -8,16 +9,14 @@ from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
 from tasks.evaluate import read_evaluation
 from tasks.merge import MERGE
+from tasks.metrics import Metric, metric_of
 from tasks.plots import plot_curves, plot_ranks
+from tasks.summary import Result, by_target, spread
 from tasks.train import HISTORY
 
 REPORT = "report.json"
-EXPLANATION = (
-    "*Removed* is the share of the targeted layers' parameters. NoLSP is the merged initialization, untrained; "
-    "LSP is trained to match the dense model (kl), LSP-T on the text itself (task). Perplexity is on the test text; "
-    "KL, in nats per token, is that of the untrained model: summed over units cut alone, and of all cuts at once."
-)
 CURVES, RANKS = "plots/kl_curves.png", "plots/retained_ranks.png"
+ACCURACIES = {"tasks": "Zero-shot accuracy, %", "transfer": "Transfer accuracy, %"}  # titles by key of an evaluation
 
 
 @stage()
@@ -39,7 +38,7 @@ def report(
     """Publishes ``report.json`` and the plots. The lists hold one reference for each of ``targets``."""
     units = read_units(work.folder(bases))
     results = [
-        {**target, **_result(work, *refs)}
+        _with_ratio({**target, **_result(work, *refs)})
         for target, *refs in zip(
             targets, allocations, untrained, untrained_uniform, trainings, merges, trained, strict=True
         )
@@ -61,10 +60,21 @@ def report(
         "results": results,
     }
     write_json(work.output / REPORT, content)
-    by_ratio = {f"{result['ratio']:.0%} removed": result["removed"] for result in results}
-    plot_ranks(units, by_ratio, work.output / RANKS)
+    plot_ranks(units, {_amount(result): result["removed"] for result in results}, work.output / RANKS)
     if grid is not None:
         plot_curves(read_curves(work, grid, units), work.output / CURVES)
+
+
+def _with_ratio(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``result`` with the realized ratio where the target, bound by a divergence, gives none."""
+    return {**result, "ratio": result["realized_ratio"]} if result["ratio"] is None else result
+
+
+def _amount(result: dict[str, Any]) -> str:
+    """Returns how much was to be removed, for people."""
+    bounds = {"fit_gib": "at most {:g} GiB: ", "max_kl": "at most {:g} nats: "}
+    bound = "".join(text.format(result[name]) for name, text in bounds.items() if name in result)
+    return f"{bound}{result['ratio']:.0%} removed"
 
 
 def _result(
@@ -79,106 +89,149 @@ def _result(
     chosen = read_json(work.folder(allocation) / ALLOCATION)
     before, after = read_evaluation(work, untrained), read_evaluation(work, trained)
     history = read_json(work.folder(training) / HISTORY)
+    metric = metric_of(after).name
     result = {
         "allocation": chosen["method"],
         "realized_ratio": chosen["realized_ratio"],
         "removed": chosen["removed"],
         "kl_sum_of_isolated": chosen["kl_sum_of_isolated"],
         "kl_joint": before["kl_joint"],
-        "perplexity_init": before["perplexity"],
-        "perplexity_init_uniform": read_evaluation(work, uniform)["perplexity"],
-        "perplexity": after["perplexity"],
+        f"{metric}_init": before[metric],
+        f"{metric}_init_uniform": read_evaluation(work, uniform)[metric],
+        metric: after[metric],
         "parameters": after["parameters"],
         "epochs": len(history["history"]) - 1,
         "best_epoch": history["best_epoch"],
         "history": history["history"],
         "merge_error": read_json(work.folder(merge) / MERGE)["largest_error"],
     }
-    for name in ("tasks", "continuation"):
+    for name in (*ACCURACIES, "continuation"):
         if name in after:
             result |= {f"{name}_init": before[name], name: after[name]}
+    if "sweep" in history:
+        chosen_rate = history["settings"]["learning_rate"]
+        result |= {"learning_rate": chosen_rate, "validated_on": history["metric"], "sweep": history["sweep"]}
     return result
 
 
 def markdown(content: dict[str, Any]) -> str:
     """Returns a report, as ``report.json`` holds it, for people to read."""
     dense, results = content["dense"], content["results"]
-    size = f"{dense['parameters']:,} parameters"
+    metric = metric_of(dense)
+    quality = f"{metric.title} {metric.template.format(dense[metric.name])}"
     lines = [
         f"# {content['model']}, compressed",
         "",
-        f"Dense: {size}, perplexity {dense['perplexity']:.2f} on {dense['tokens']} test tokens.",
+        f"Dense: {dense['parameters']:,} parameters, {quality} on {dense[metric.counted]} test {metric.counted}.",
         "",
-        EXPLANATION,
+        explanation(metric),
         "",
         *table(content),
-        "",
-        f"![retained ranks]({RANKS})",
     ]
-    if any(result["kl_sum_of_isolated"] is not None for result in results):
-        lines += ["", f"![KL curves]({CURVES})"]
-    names = list(dense.get("tasks", {}))
-    if names:
-        rows = [["dense", "", *(_accuracy(dense["tasks"][name]) for name in names)]]
-        for result in results:
-            for label, key in (("NoLSP", "tasks_init"), (model_label(result["objective"]), "tasks")):
-                rows.append([label, f"{result['ratio']:.0%}", *(_accuracy(result[key][name]) for name in names)])
-        lines += ["", "## Zero-shot accuracy, %", "", *_markdown_table(["model", "removed", *names], rows)]
+    lines += ["", "## Learning rates", "", *_sweeps(results)] if _swept(results) else []
+    lines += _pictures(content)
+    for key, title in ACCURACIES.items():
+        if dense.get(key):
+            lines += ["", f"## {title}", "", *_accuracies(content, key)]
     if content["prompt"] is not None:
-        highest = max(result["ratio"] for result in results)
+        highest = max(group[0]["ratio"] for group in by_target(results))
         lines += ["", "## One prompt, continued", "", "```text", side_by_side(content, highest), "```"]
     if "stages" in content:
-        rows = [
-            [stage["label"], stage["state"], f"{stage['seconds']:.1f}", stage["key"][:12], stage["reason"] or ""]
-            for stage in content["stages"]
-        ]
-        lines += [
-            "",
-            "## Stages of this run",
-            "",
-            *_markdown_table(["stage", "state", "seconds", "key", "computed because"], rows),
-        ]
+        lines += ["", "## Stages of this run", "", *stage_table(content["stages"])]
     return "\n".join(lines) + "\n"
 
 
+def explanation(metric: Metric) -> str:
+    """Returns what the columns of the table are."""
+    return (
+        "*Removed* is the share of the targeted layers' parameters. NoLSP is the merged initialization, untrained; "
+        f"LSP is trained to match the dense model (kl), LSP-T on {metric.task} (task). {metric.explanation}; "
+        f"KL, in nats per {metric.unit}, is that of the untrained model: summed over units cut alone, and of all cuts "
+        "at once."
+    )
+
+
 def table(content: dict[str, Any]) -> list[str]:
-    """Returns the table of results as Markdown lines."""
-    header = [
-        "removed",
-        "realized",
-        "parameters",
-        "KL isolated",
-        "KL joint",
-        "NoLSP uniform",
-        "NoLSP",
-        "LSP",
-        "objective",
-        "epochs",
+    """Returns the table of results as Markdown lines, a row a target; of several seeds mean ± standard deviation."""
+    dense, groups = content["dense"], by_target(content["results"])
+    metric = metric_of(dense)
+    columns: dict[str, tuple[str, str]] = {  # title -> figure, template
+        "realized": ("realized_ratio", "{:.2%}"),
+        "parameters": ("parameters", "{:,.0f}"),
+        "KL isolated": ("kl_sum_of_isolated", "{:.3f}"),
+        "KL joint": ("kl_joint", "{:.3f}"),
+        "NoLSP uniform": (f"{metric.name}_init_uniform", metric.template),
+        "NoLSP": (f"{metric.name}_init", metric.template),
+        "LSP": (metric.name, metric.template),
+    }
+    own = {"parameters": f"{dense['parameters']:,}", "LSP": metric.template.format(dense[metric.name])}
+    rate = ["rate"] if _swept(content["results"]) else []
+    rows = [["dense", *(own.get(title, "") for title in columns), "", "", *("" for _ in rate)]]
+    for group in groups:
+        figures = [spread([result[name] for result in group], template) for name, template in columns.values()]
+        epochs = [f"{result['epochs']} (best {result['best_epoch']})" for result in group]
+        row = [f"{group[0]['ratio']:.0%}", *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
+        rates = dict.fromkeys(f"{result['learning_rate']:g}" for result in group) if rate else {}
+        rows.append([*row, *([", ".join(rates)] if rate else [])])
+    return markdown_table(["removed", *columns, "objective", "epochs", *rate], rows)
+
+
+def stage_table(stages: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns what became of each stage of a run as Markdown lines."""
+    rows = [
+        [stage["label"], stage["state"], f"{stage['seconds']:.1f}", stage["key"][:12], stage["reason"] or ""]
+        for stage in stages
     ]
-    dense = content["dense"]
-    rows = [["dense", "", f"{dense['parameters']:,}", "", "", "", "", f"{dense['perplexity']:.2f}", "", ""]]
-    for result in content["results"]:
-        isolated = result["kl_sum_of_isolated"]
-        rows.append(
-            [
-                f"{result['ratio']:.0%}",
-                f"{result['realized_ratio']:.2%}",
-                f"{result['parameters']:,}",
-                "" if isolated is None else f"{isolated:.3f}",
-                f"{result['kl_joint']:.3f}",
-                f"{result['perplexity_init_uniform']:.2f}",
-                f"{result['perplexity_init']:.2f}",
-                f"{result['perplexity']:.2f}",
-                result["objective"],
-                f"{result['epochs']} (best {result['best_epoch']})",
-            ]
-        )
-    return _markdown_table(header, rows)
+    return markdown_table(["stage", "state", "seconds", "key", "computed because"], rows)
+
+
+def _swept(results: Sequence[Result]) -> bool:
+    return any("sweep" in result for result in results)
+
+
+def _sweeps(results: Sequence[Result]) -> list[str]:
+    """Returns what every learning rate validated at, for each target, as Markdown lines."""
+    seeds = any("seed" in result for result in results)
+    header = ["removed", "objective", *(["seed"] if seeds else []), "rate", "validated on", "validation", "best epoch"]
+    rows = []
+    for result in results:
+        target = [f"{result['ratio']:.0%}", result["objective"], *([str(result["seed"])] if seeds else [])]
+        for tried in result["sweep"]:
+            kept = "kept" if tried["learning_rate"] == result["learning_rate"] else ""
+            figures = [f"{tried['learning_rate']:g}", result["validated_on"], f"{tried['validation']:.4g}"]
+            rows.append([*target, *figures, str(tried["best_epoch"]), kept])
+    return markdown_table([*header, ""], rows)
+
+
+def _pictures(content: dict[str, Any]) -> list[str]:
+    measured = any(result["kl_sum_of_isolated"] is not None for result in content["results"])
+    lines = []
+    for seed in content.get("seeds", [None]):
+        of_seed = "" if seed is None else f", seed {seed}"
+        lines += ["", f"![retained ranks{of_seed}]({_seeded(RANKS, seed)})"]
+        lines += ["", f"![KL curves{of_seed}]({_seeded(CURVES, seed)})"] if measured else []
+    return lines
+
+
+def _seeded(path: str, seed: int | None) -> str:
+    """Returns where a file of one seed is among those of several; None: of a run without others."""
+    folder, _, name = path.rpartition("/")
+    return path if seed is None else f"{folder}/seed-{seed}/{name}"
+
+
+def _accuracies(content: dict[str, Any], key: str) -> list[str]:
+    dense = content["dense"][key]
+    rows = [["dense", "", *(_accuracy([dense], name) for name in dense)]]
+    for group in by_target(content["results"]):
+        for label, figures in (("NoLSP", f"{key}_init"), (model_label(group[0]["objective"]), key)):
+            accuracies = [_accuracy([result[figures] for result in group], name) for name in dense]
+            rows.append([label, f"{group[0]['ratio']:.0%}", *accuracies])
+    return markdown_table(["model", "removed", *dense], rows)
 
 
 def side_by_side(content: dict[str, Any], ratio: float) -> str:
     """Returns the prompt's continuations by the dense model, NoLSP and LSP at ``ratio``."""
-    results = [result for result in content["results"] if result["ratio"] == ratio]
+    results = [group[0] for group in by_target(content["results"]) if group[0]["ratio"] == ratio]
     shown = {"dense": content["dense"]["continuation"], f"NoLSP at {ratio:.0%}": results[0]["continuation_init"]}
     shown |= {f"{model_label(result['objective'])} at {ratio:.0%}": result["continuation"] for result in results}
     lines = [f"prompt\n{_indented(content['prompt'])}"]
@@ -194,11 +247,13 @@ def model_label(objective: str) -> str:
     return "LSP" if objective == "kl" else "LSP-T"
 
 
-def _accuracy(metrics: dict[str, float]) -> str:
-    return f"{100 * metrics['acc']:.1f}" if "acc" in metrics else ""
+def _accuracy(metrics: Sequence[dict[str, dict[str, float]]], name: str) -> str:
+    values = [100 * one[name]["acc"] if "acc" in one[name] else None for one in metrics]
+    return spread(values, "{:.1f}")
 
 
-def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Returns a table as Markdown lines, aligned for people."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"

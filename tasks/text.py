@@ -1,12 +1,11 @@
-"""Text sources, and the token blocks that are cut from them."""
+"""Text sources: found, digested, and read document by document."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
@@ -14,12 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.remembered import DigestMemory
 from tasks.caching import Source
+from tasks.chat import checked_messages, rendered
 from tasks.hub import commit_of
 
+Format = Literal["text", "chat"]
 Part = Literal["all", "calibration", "validation"]
 PLAIN_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 SUFFIXES = PLAIN_SUFFIXES | {".jsonl", ".parquet"}
-HELD_OUT_EVERY = 16  # one window in 16 belongs to the validation part of a source
+HELD_OUT_EVERY = 16  # one sequence in 16 belongs to the validation part of a source
+BLANK_LINES = re.compile(r"\n\s*\n")  # between paragraphs
 
 
 class TextOrigin(Source):
@@ -32,6 +34,8 @@ class TextOrigin(Source):
     revision: str | None
     field: str
     separator: str
+    format: Format = "text"
+    label_field: str | None = None
 
     @property
     def name(self) -> str:
@@ -40,11 +44,19 @@ class TextOrigin(Source):
     def current_digest(self) -> str:
         if self.path is None:  # a commit does not change
             return self.digest
-        memory = DigestMemory()
-        return find_text(path=Path(self.path), field=self.field, separator=self.separator, digest=memory.digest).digest
+        now = find_text(
+            path=Path(self.path),
+            field=self.field,
+            separator=self.separator,
+            format=self.format,
+            label_field=self.label_field,
+            digest=DigestMemory().digest,
+        )
+        return now.digest
 
     def facts(self) -> dict[str, Any]:
-        return {"name": self.name, "revision": self.revision, "field": self.field, "separator": self.separator}
+        told = {"name": self.name, "revision": self.revision, "field": self.field, "separator": self.separator}
+        return told | _told(self.format, self.label_field)
 
 
 def find_text(
@@ -56,6 +68,8 @@ def find_text(
     revision: str | None = None,
     field: str = "text",
     separator: str = "\n\n",
+    format: Format = "text",
+    label_field: str | None = None,
     digest: Callable[[Path], str] = digest_file,
     partly: bool = False,
 ) -> TextOrigin:
@@ -67,7 +81,7 @@ def find_text(
     lacks = None
     if path is not None:
         path = path.expanduser()
-        files = _text_files(path)
+        files = _text_files(path, format)
         names = {file.relative_to(path).as_posix() if file != path else file.suffix: digest(file) for file in files}
         has_fields = any(file.suffix not in PLAIN_SUFFIXES for file in files)
         content: dict[str, object] = {"files": names, "field": field if has_fields else None}
@@ -81,7 +95,7 @@ def find_text(
             lacks = f"the hub tells the commit of {dataset}"
         content = {"dataset": dataset, "config": config, "split": split, "revision": revision, "field": field}
     return TextOrigin(
-        digest=digest_bytes(canonical_json(content | {"separator": separator}).encode()),
+        digest=digest_bytes(canonical_json(content | {"separator": separator} | _told(format, label_field)).encode()),
         lacks=lacks,
         path=None if path is None else str(path),
         dataset=dataset,
@@ -90,140 +104,127 @@ def find_text(
         revision=revision,
         field=field,
         separator=separator,
+        format=format,
+        label_field=label_field,
     )
 
 
 def text_bytes(origin: TextOrigin) -> int:
     """Returns the size of a local text."""
     assert origin.path is not None
-    return sum(file.stat().st_size for file in _text_files(Path(origin.path)))
+    return sum(file.stat().st_size for file in _text_files(Path(origin.path), origin.format))
 
 
-def documents(origin: TextOrigin) -> Iterator[str]:
-    """Yields the documents in their order in the source."""
-    if origin.path is None:
-        import datasets  # a second to import, and needed for hub datasets only
+def documents(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, *, paragraphs: bool = False) -> Iterator[str]:
+    """Yields the documents in their order in the source; a conversation as the chat template of ``tokenizer`` has it.
 
-        rows = datasets.load_dataset(
-            origin.dataset, origin.config, split=origin.split, revision=origin.revision, streaming=True
-        )
-        for row in rows:  # streamed: a source like C4 is never downloaded whole
-            if origin.field not in row:
-                raise ValueError(f"{origin.name} has no field {origin.field!r}, only {', '.join(row)}")
-            yield row[origin.field]
-        return
-    for file in _text_files(Path(origin.path)):
-        yield from _file_documents(file, origin.field)
-
-
-def token_windows(
-    origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, *, length: int, take: int, pool: int, part: Part, seed: int
-) -> np.ndarray:  # -> (take, length) int64
-    """Returns ``take`` windows of ``length`` tokens drawn, without overlap, from the first ``pool`` of ``part``.
-
-    Every sixteenth window of a source is its validation part, the others its calibration part.
-    Errors: ``ValueError`` with the counts if the text is too short.
+    ``paragraphs``: each paragraph of a plain file is a document. Errors: ``ValueError`` naming file and line or row.
     """
-    chosen = list(islice(_windows_of(part, origin, tokenizer, length), pool))
-    if len(chosen) < take:
-        raise ValueError(
-            f"{origin.name} gives {len(chosen)} {'' if part == 'all' else part + ' '}sequences of {length} tokens, "
-            f"{take} are asked for: add text, ask for fewer sequences, or shorten them"
-        )
-    order = np.random.default_rng(seed).permutation(len(chosen))[:take]
-    return np.stack([chosen[index] for index in order])
+    for place, value in _rows(origin, origin.field, paragraphs=paragraphs):
+        if origin.format == "chat":
+            yield rendered(checked_messages(value, origin.field, place), tokenizer, place)
+        elif isinstance(value, str):
+            yield value
+        else:
+            raise ValueError(f"{place}: there is no text in field {origin.field!r}")
 
 
-def joined_windows(
-    origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, *, length: int, max_tokens: int | None, bos: str
-) -> np.ndarray:  # -> (windows, length) int64
-    """Returns the text, joined and tokenized once, as non-overlapping windows; a last incomplete window is left out.
-
-    Errors: ``ValueError`` if there is not one window.
-    """
-    text = origin.separator.join(documents(origin))
-    ids = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)[:max_tokens]
-    start = _bos(tokenizer) if bos != "none" else None
-    if start is not None and bos == "first":
-        ids = np.concatenate([[start], ids])
-    body = length - 1 if start is not None and bos == "every_window" else length
-    count = len(ids) // body
-    if count == 0:
-        raise ValueError(
-            f"{origin.name} gives {len(ids)} tokens, less than one window of {length}: add text or shorten the windows"
-        )
-    windows = ids[: count * body].reshape(count, body)
-    return windows if body == length else np.concatenate([np.full((count, 1), start), windows], axis=1)
+def labelled_documents(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, Any]]:
+    """Yields place, text and label of each record. Errors: as ``documents``; ``ValueError`` for plain text."""
+    assert origin.label_field is not None
+    if origin.path is not None:
+        plain = [file for file in _text_files(Path(origin.path), origin.format) if file.suffix in PLAIN_SUFFIXES]
+        if plain:
+            raise ValueError(f"{plain[0]} is plain text and has no labels: give .jsonl or .parquet files")
+    labels = _rows(origin, origin.label_field)
+    for text, (place, label) in zip(documents(origin, tokenizer), labels, strict=True):
+        if not isinstance(label, (int, str)):
+            raise ValueError(f"{place}: there is no label in field {origin.label_field!r}")
+        yield place, text, label
 
 
-def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    start = tokenizer.bos_token_id
-    return start if isinstance(start, int) else None
+def _told(format: Format, label_field: str | None) -> dict[str, str]:
+    """Returns what digest and facts say of format and label: nothing of plain text, as if there were no other."""
+    told = {} if format == "text" else {"format": str(format)}
+    return told if label_field is None else told | {"label_field": label_field}
 
 
-def _windows_of(
-    part: Part, origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int
-) -> Iterator[np.ndarray]:
-    for index, window in enumerate(_windows(origin, tokenizer, length)):
-        held_out = index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-        if part == "all" or held_out == (part == "validation"):
-            yield window
+def _rows(origin: TextOrigin, field: str, *, paragraphs: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields place and value of one field of every record."""
+    return _hub_rows(origin, field) if origin.path is None else _file_rows(origin, field, paragraphs)
 
 
-def _windows(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[np.ndarray]:
-    rest = np.empty(0, dtype=np.int64)
-    for text in documents(origin):
-        if not text:
-            continue
-        ids = np.asarray(
-            tokenizer(text + origin.separator, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64
-        )
-        rest = np.concatenate([rest, ids])
-        whole = len(rest) // length * length
-        yield from rest[:whole].reshape(-1, length)
-        rest = rest[whole:]
+def _hub_rows(origin: TextOrigin, field: str) -> Iterator[tuple[str, Any]]:
+    import datasets  # a second to import, and needed for hub datasets only
+
+    rows = datasets.load_dataset(
+        origin.dataset, origin.config, split=origin.split, revision=origin.revision, streaming=True
+    )
+    for number, row in enumerate(rows, 1):  # streamed: a source like C4 is never downloaded whole
+        if field not in row:
+            raise ValueError(f"{origin.name} has no field {field!r}, only {', '.join(row)}")
+        yield f"{origin.name}, row {number}", _present(row[field], origin, field)
 
 
-def _text_files(path: Path) -> list[Path]:
+def _file_rows(origin: TextOrigin, field: str, paragraphs: bool) -> Iterator[tuple[str, Any]]:
+    assert origin.path is not None
+    for file in _text_files(Path(origin.path), origin.format):
+        if file.suffix in PLAIN_SUFFIXES:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for part in BLANK_LINES.split(text) if paragraphs else [text]:
+                yield str(file), part
+        elif file.suffix == ".parquet":
+            yield from _parquet_rows(file, origin, field)
+        else:
+            yield from _json_rows(file, field)
+
+
+def _text_files(path: Path, format: Format) -> list[Path]:
+    suffixes = SUFFIXES if format == "text" else SUFFIXES - PLAIN_SUFFIXES
+    kinds = ", ".join(sorted(suffixes))
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
         if not files:
-            raise ValueError(f"{path} holds no text: expected files ending in {', '.join(sorted(SUFFIXES))}")
+            raise ValueError(f"{path} holds no {format}: expected files ending in {kinds}")
         return files
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder to read text from")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path}: text is read from files ending in {', '.join(sorted(SUFFIXES))}, or a folder of them"
-        )
+        raise ValueError(f"{path}: there is no such file or folder to read {format} from")
+    if path.suffix not in suffixes:
+        raise ValueError(f"{path}: {format} is read from files ending in {kinds}, or a folder of them")
     return [path]
 
 
-def _file_documents(file: Path, field: str) -> Iterator[str]:
-    if file.suffix in PLAIN_SUFFIXES:
-        yield file.read_text(encoding="utf-8", errors="replace")
-    elif file.suffix == ".parquet":
-        parquet = pyarrow.parquet.ParquetFile(file)
-        if field not in parquet.schema_arrow.names:
-            raise ValueError(f"{file} has no column {field!r}, only {', '.join(parquet.schema_arrow.names)}")
-        kind = parquet.schema_arrow.field(field).type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise ValueError(f"{file}: its column {field!r} holds {kind}, not text")
-        for batch in parquet.iter_batches(columns=[field]):
-            yield from batch.column(0).to_pylist()
-    else:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _json_text(line, field, f"{file}, line {number}")
+def _parquet_rows(file: Path, origin: TextOrigin, field: str) -> Iterator[tuple[str, Any]]:
+    parquet = pyarrow.parquet.ParquetFile(file)
+    if field not in parquet.schema_arrow.names:
+        raise ValueError(f"{file} has no column {field!r}, only {', '.join(parquet.schema_arrow.names)}")
+    kind = parquet.schema_arrow.field(field).type
+    if (
+        field == origin.field
+        and origin.format == "text"
+        and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+    ):
+        raise ValueError(f"{file}: its column {field!r} holds {kind}, not text")
+    number = 0
+    for batch in parquet.iter_batches(columns=[field]):
+        for value in batch.column(0).to_pylist():
+            number += 1
+            yield f"{file}, row {number}", _present(value, origin, field)
 
 
-def _json_text(line: str, field: str, place: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not a JSON object: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        raise ValueError(f"{place}: there is no text in field {field!r}")
-    text: str = record[field]
-    return text
+def _present(value: Any, origin: TextOrigin, field: str) -> Any:
+    """Returns what a row holds: an empty text where it holds none."""
+    return "" if value is None and field == origin.field and origin.format == "text" else value
+
+
+def _json_rows(file: Path, field: str) -> Iterator[tuple[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place}: not a JSON object: {error}") from None
+            yield place, record.get(field) if isinstance(record, dict) else None

@@ -11,8 +11,9 @@ from lsp_core.training import TrainingSettings, default_learning_rate, train_pro
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
 from tasks.allocate import read_removed
-from tasks.artifacts import read_bases, read_tokens, write_json
+from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
+from tasks.examples import read_examples
 from tasks.models import ModelSource, load_model
 
 HISTORY = "training.json"
@@ -20,18 +21,21 @@ HISTORY = "training.json"
 
 @stage(name="train")
 def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef, checkpoint_sequences: int = 128) -> None:
-    """Publishes the dense model's statistic of the training set, D + 2 numbers a token; nothing for other heads.
+    """Publishes the dense model's statistic of the training set, D + 2 numbers a position; nothing for other heads.
 
     ``checkpoint_sequences``, a hint: sequences between two saves.
     """
     loaded = load_model(model, work.runtime.device)
-    if Readout(loaded).head is None:  # then a statistic has V numbers a token: recomputing costs less than keeping
+    readout = Readout(loaded, purpose="train")
+    if readout.kind == "lm" and readout.head is None:  # V numbers a token: recomputing costs less than keeping
         save_tensors(work.output, {})
         return
     with work.progress() as progress:
+        examples = read_examples(work, tokens, loaded)
         statistic = cache_teacher(
             loaded,
-            read_tokens(work, tokens),
+            examples.values,
+            inputs=examples.inputs,
             micro_batch=work.runtime.micro_batch,
             progress=progress,
             work=work.scratch / "teacher",
@@ -67,23 +71,27 @@ def train(
     kept = {} if dense_outputs is None else load_tensors(work.folder(dense_outputs))
     statistic = TeacherStatistic(**kept) if kept else None
     removed = read_removed(work, allocation)
+    examples, held_out = read_examples(work, tokens, loaded), read_examples(work, validation, loaded)
     with work.progress() as progress:
         result = train_projectors(
             loaded,
             units,
             tensors,
             removed,
-            read_tokens(work, tokens),
-            read_tokens(work, validation),
+            examples.values,
+            held_out.values,
             chosen,
+            inputs=examples.inputs,
+            labels=examples.labels,
+            validation_labels=held_out.labels,
             teacher=statistic,
             work=work.scratch / "checkpoint",
             progress=progress,
             on_checkpoint=work.keep,
         )
     save_tensors(work.output, result.vectors)
-    record = {"best_epoch": result.best_epoch, "history": result.history, "settings": chosen.recorded()}
-    write_json(work.output / HISTORY, record)
+    record = {"metric": result.metric, "best_epoch": result.best_epoch, "history": result.history}
+    write_json(work.output / HISTORY, record | {"settings": chosen.recorded()})
 
 
 def teacher_bytes(model: ModelSource, sequences: int, length: int, hidden_size: int) -> int:

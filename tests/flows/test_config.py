@@ -43,6 +43,12 @@ def test_every_field_is_described_and_frozen(section: type[BaseModel]) -> None:
         ({"targets": [{"ratio": 0.5, "objective": "kd"}]}, "targets.0.objective"),
         ({"calibration": {"text": {"dataset": "a", "path": "b"}}}, "calibration.text"),
         ({"calibration": {"text": {}}}, "calibration.text"),
+        ({"calibration": {"text": {"path": "a"}, "mix": [{"text": {"path": "b"}}]}}, "calibration"),
+        ({"calibration": {"mix": [{"text": {"path": "b"}}, {"text": {"path": "b"}, "cap": 2}]}}, "calibration"),
+        ({"calibration": {"mix": [{"text": {"path": "b"}, "weight": 0}]}}, "calibration.mix.0.weight"),
+        ({"calibration": {"mix": [{"text": {"path": "b"}, "cap": 0}]}}, "calibration.mix.0.cap"),
+        ({"calibration": {"mix": [{"weight": 1.0}]}}, "calibration.mix.0.text"),
+        ({"calibration": {"mix": [{"text": {"path": "b"}, "cap": 1023}]}}, "calibration"),
         ({"calibration": {"sequences": 8}, "allocation": {"sequences": 9}}, ""),
         ({"discovery": {"kv_routing": "input", "tie": False}}, ""),
         ({"training": {"dropout": 1.0}}, "training.dropout"),
@@ -54,6 +60,23 @@ def test_a_wrong_value_is_refused_at_its_place(values: dict[str, Any], place: st
     assert place in [".".join(map(str, error["loc"])) for error in caught.value.errors()]
 
 
+def test_the_caps_of_a_mix_state_what_they_sum_to() -> None:
+    parts = [{"text": {"path": "a"}, "cap": 5}, {"text": {"path": "b"}, "cap": 7}]
+    with pytest.raises(ValidationError, match="the caps sum to 12, below the 13 sequences: raise a cap or ask for few"):
+        CompressConfig.model_validate({"model": MODEL, "calibration": {"mix": parts, "sequences": 13}})
+
+
+def test_how_chat_is_read_unless_given() -> None:
+    def read(**values: Any) -> tuple[str, str]:
+        text = CompressConfig.model_validate({"model": MODEL, "calibration": {"text": {"path": "a"} | values}})
+        return text.calibration.text.field, text.calibration.text.separator
+
+    assert read() == ("text", "\n\n")
+    assert read(format="chat") == ("messages", "")
+    assert read(format="chat", field="turns", separator="\n") == ("turns", "\n")
+    assert read(format="text", field="turns") == ("turns", "\n\n")
+
+
 def test_cross_product_takes_what_is_not_given_from_the_config() -> None:
     given = (Target(ratio=0.3, objective="kl"), Target(ratio=0.7, objective="kl"))
     both = [(t["ratio"], t["objective"]) for t in cross_product([0.5, 0.6], ["kl", "task"], given)]
@@ -63,5 +86,7 @@ def test_cross_product_takes_what_is_not_given_from_the_config() -> None:
 
 
 def test_the_config_survives_json() -> None:
-    config = CompressConfig.model_validate({"model": MODEL, "calibration": {"text": {"path": "text.txt"}}})
-    assert CompressConfig.model_validate_json(config.model_dump_json()) == config
+    mix = [{"text": {"path": "a.jsonl", "format": "chat"}, "weight": 2.5}, {"text": {"path": "b.txt"}, "cap": 500}]
+    for calibration in ({"text": {"path": "text.txt"}}, {"text": {"path": "a.jsonl", "format": "chat"}}, {"mix": mix}):
+        config = CompressConfig.model_validate({"model": MODEL, "calibration": calibration})
+        assert CompressConfig.model_validate_json(config.model_dump_json()) == config

@@ -9,7 +9,8 @@ import pytest
 
 from flows.compress import compress
 from flows.config import CompressConfig
-from flows.graph import build, prepare
+from flows.graph import build
+from flows.prepared import prepare
 from storage.store import Store
 from storage.upkeep import verify
 from tasks.running import Stages

@@ -28,15 +28,29 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "model.dtype": ("float64", READ_WEIGHTS),
     "model.trust_remote_code": (True, NOTHING),  # there is no code beside this model
     "targets.ratio": (0.4, {"allocate 0.4", "allocate 0.4 uniform"}),
+    "targets.fit_gib": (1e-4, {"allocate fit0.0001GiB", "allocate fit0.0001GiB uniform"}),
+    "targets.max_kl": (0.05, {"allocate kl0.05"}),
     "targets.objective": ("task", {"train 0.3-task"}),
     "targets.epochs": (1, {"train 0.3-kl"}),
+    "seeds": ([1], DRAWN),
     "calibration.text.dataset": ("some/text", REFUSED),
     "calibration.text.config": ("other", NOTHING),
     "calibration.text.split": ("other", NOTHING),
     "calibration.text.revision": ("other", NOTHING),
     "calibration.text.path": ("OTHER TEXT", DRAWN),
     "calibration.text.field": ("other", NOTHING),  # plain text has no fields
+    "calibration.text.format": ("chat", REFUSED),
     "calibration.text.separator": ("\n", DRAWN),
+    "calibration.mix.text.dataset": ("some/text", REFUSED),
+    "calibration.mix.text.config": ("other", NOTHING),
+    "calibration.mix.text.split": ("other", NOTHING),
+    "calibration.mix.text.revision": ("other", NOTHING),
+    "calibration.mix.text.path": ("OTHER TEXT", DRAWN),
+    "calibration.mix.text.field": ("other", NOTHING),
+    "calibration.mix.text.format": ("chat", REFUSED),
+    "calibration.mix.text.separator": ("\n", DRAWN),
+    "calibration.mix.weight": (3.0, DRAWN),
+    "calibration.mix.cap": (3, DRAWN),
     "calibration.sequences": (20, {"calibrate training", "calibrate allocation"}),
     "calibration.sequence_length": (24, DRAWN | {"calibrate test"}),
     "calibration.seed": (1, DRAWN),
@@ -46,6 +60,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "discovery.exclude": (["*down_proj"], {"gather"}),
     "precision": ("float32", {"gather"}),
     "init": ("plain", {"bases"}),
+    "init_seed": (1, NOTHING),  # there is nothing random in it
     # its allocation is the uniform one, which is there already
     "allocation.method": ("uniform_parameters", {"evaluate 0.3 untrained", "train 0.3-kl"}),
     "allocation.sequences": (5, {"calibrate allocation"}),
@@ -55,14 +70,18 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "allocation.text.revision": ("other", {"calibrate allocation"}),
     "allocation.text.path": ("OTHER TEXT", {"calibrate allocation"}),
     "allocation.text.field": ("other", {"calibrate allocation"}),
+    "allocation.text.format": ("chat", REFUSED),
     "allocation.text.separator": ("\n", {"calibrate allocation"}),
     "allocation.grid_points": (5, {"measure"}),
+    "allocation.min_rank": ({"*o_proj": 20}, {"allocate 0.3", "allocate 0.3 uniform"}),
+    "allocation.keep_dense": (["*o_proj"], {"allocate 0.3", "allocate 0.3 uniform"}),
     "validation.text.dataset": ("some/text", REFUSED),
     "validation.text.config": ("other", DRAWN),  # a validation text of its own frees what was held out
     "validation.text.split": ("other", DRAWN),
     "validation.text.revision": ("other", DRAWN),
     "validation.text.path": ("OTHER TEXT", DRAWN),
     "validation.text.field": ("other", DRAWN),
+    "validation.text.format": ("chat", REFUSED),
     "validation.text.separator": ("\n", DRAWN),
     "validation.sequences": (5, {"calibrate validation"}),
     "evaluation.text.dataset": ("some/text", REFUSED),
@@ -71,6 +90,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "evaluation.text.revision": ("other", NOTHING),
     "evaluation.text.path": ("OTHER TEXT", {"calibrate test"}),
     "evaluation.text.field": ("other", NOTHING),
+    "evaluation.text.format": ("chat", REFUSED),
     "evaluation.text.separator": ("\n", {"calibrate test"}),
     "evaluation.max_tokens": (600, {"calibrate test"}),
     "evaluation.sequence_length": (24, {"calibrate test"}),
@@ -92,6 +112,12 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "training.checkpoint_steps": (1, NOTHING),
     "training.checkpoint_minutes": (1.0, NOTHING),
     "training.seed": (1, {"train 0.3-kl"}),
+    "ablate.init": (["plain", "whitened"], NOTHING),
+    "ablate.tie": ([True, False], NOTHING),
+    "ablate.allocation": (["measured_kl", "uniform_rank"], NOTHING),
+    "ablate.kv_routing": (["auto", "untied"], NOTHING),
+    "ablate.objective": (["kl", "task"], NOTHING),
+    "ablate.ratio": ([0.3, 0.4], NOTHING),
     "merge_tolerance": (1e-6, {"merge 0.3-kl"}),
     "store": ("COPY", NOTHING),
     "verify": (True, NOTHING),
@@ -117,7 +143,15 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_config: Make) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     compress(tiny_config(folder))
+    compress(tiny_config(folder, calibration=mixed(tiny_config, folder)))
     return folder
+
+
+def mixed(tiny_config: Make, folder: Path) -> dict[str, Any]:
+    """Returns the calibration of the tiny configuration, on its two texts in equal shares."""
+    base = tiny_config(folder)
+    texts = [{"text": text.model_dump()} for text in (base.calibration.text, base.evaluation.text)]
+    return {"mix": texts} | base.calibration.model_dump(include={"sequences", "sequence_length"})
 
 
 def test_every_field_has_a_decision() -> None:
@@ -129,11 +163,12 @@ def test_a_field_invalidates_what_it_can_change(
     name: str, finished: Path, tiny_config: Make, tiny_text: dict[str, Path], tiny_model: Path, tmp_path: Path
 ) -> None:
     value, expected = DECISIONS[name]
-    base = tiny_config(finished).model_dump(mode="json")
+    changes = {"calibration": mixed(tiny_config, finished)} if name.startswith("calibration.mix.") else {}
+    base = tiny_config(finished, **changes).model_dump(mode="json")
     base["targets"][0]["objective"] = "kl"
     config = changed(base, name, real(name, value, finished, tiny_text, tiny_model, tmp_path))
     if expected is REFUSED:
-        with pytest.raises(ValueError, match=r"belongs to a hub id|either dataset"):
+        with pytest.raises(ValueError, match=r"belongs to a hub id|either dataset|chat is read from"):
             plan(CompressConfig.model_validate(config))
         return
     steps = plan(CompressConfig.model_validate(config))["stages"]
@@ -165,6 +200,8 @@ def changed(config: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     for parent in parents:
         if place[parent] is None:
             place[parent] = dict(config["calibration"]["text"])
-        place = place[parent][0] if parent == "targets" else place[parent]
+        place = place[parent][0] if isinstance(place[parent], list) else place[parent]
     place[last] = value
+    if last in ("fit_gib", "max_kl"):  # instead of a ratio
+        place["ratio"] = None
     return config

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lsp_core.units import discover_units
+from lsp_core.discovery import discover_units
 from tasks.artifacts import read_json, read_units, write_json, write_units
 from tasks.models import ModelSource, load_skeleton
 

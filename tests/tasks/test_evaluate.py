@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lsp_core.discovery import discover_units
 from lsp_core.gram import NonFiniteError
 from lsp_core.merging import merge_model
 from lsp_core.modeling import load_compressed, save_compressed
-from lsp_core.units import discover_units
 from storage.grid import save_tokens
 from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json

@@ -61,6 +61,39 @@ def test_a_folder_that_is_not_whole(copy: Path, removed: list[str], said: str) -
         find_model(str(copy))
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "not-yet-known"}}, "not-yet-known"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
+        ({"quantization_config": {"bits": 4}}, "a method that it does not name"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_quantized_model_is_refused(copy: Path, given: dict[str, object], named: str, partly: bool) -> None:
+    path = copy / "config.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | given))
+    said = rf"config\.json: the weights are quantized \({named}\): use the unquantized checkpoint, and quantize the m"
+    with pytest.raises(ValueError, match=said):
+        find_model(str(copy), partly=partly)
+    path.write_text(json.dumps(plain | {"quantization_config": None}))
+    assert find_model(str(copy), partly=partly).folder == str(copy)
+
+
+def test_a_config_that_does_not_read(copy: Path) -> None:
+    (copy / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(ValueError, match=r"config\.json does not read as JSON: copy it there again"):
+        find_model(str(copy))
+
+
 def test_no_such_folder_and_a_revision_of_a_folder(copy: Path) -> None:
     with pytest.raises(ValueError, match="there is no such folder"):
         find_model(str(copy / "none"))

@@ -116,6 +116,65 @@ def test_the_accuracies_of_the_tasks(content: dict[str, Any]) -> None:
     ]
 
 
+@pytest.fixture
+def classified() -> dict[str, Any]:
+    """Returns the report of an image classifier."""
+    probes = {"flowers": {"acc": 0.75, "converged": True}}
+    dense = {"accuracy": 0.9375, "similarity": 1.0, "parameters": 5678, "examples": 640, "transfer": probes}
+    accuracies = {"accuracy_init": 0.5, "accuracy_init_uniform": 0.25, "accuracy": 0.875}
+    compressed = result(0.5, "kl", **accuracies, transfer_init={"flowers": {"acc": 0.5}}, transfer=probes)
+    return {"model": "vit", "prompt": None, "dense": dense, "units": [], "results": [compressed]}
+
+
+def test_a_classifier_is_judged_by_its_accuracy(classified: dict[str, Any]) -> None:
+    lines = table(classified)
+    rows = [dict(zip(cells(lines[0]), cells(line), strict=True)) for line in lines[2:]]
+    assert rows[0]["LSP"] == "93.75%"
+    assert [rows[1][name] for name in ("NoLSP uniform", "NoLSP", "LSP")] == ["25.00%", "50.00%", "87.50%"]
+    text = markdown(classified)
+    assert "Dense: 5,678 parameters, accuracy 93.75% on 640 test examples." in text
+    assert "LSP-T on the labels (task). Accuracy is on the test images; KL, in nats per image, is" in text
+    lines = text.split("## Transfer accuracy, %\n\n")[1].split("\n\n")[0].rstrip().split("\n")
+    assert [cells(line) for line in lines[2:]] == [
+        ["dense", "", "75.0"],
+        ["NoLSP", "50%", "50.0"],
+        ["LSP", "50%", "75.0"],
+    ]
+
+
+def test_an_evaluation_without_a_metric_is_refused(classified: dict[str, Any]) -> None:
+    classified["dense"] = {"parameters": 5678, "loss": 3.0}
+    with pytest.raises(ValueError, match="parameters, loss has no metric: one of perplexity, accuracy, similarity is"):
+        table(classified)
+
+
+def test_several_seeds_are_a_row_with_mean_and_deviation(content: dict[str, Any]) -> None:
+    seeded = [result(0.7, "kl", seed=0), result(0.7, "kl", seed=1, perplexity=22.0, best_epoch=3, realized_ratio=0.7)]
+    content |= {"seeds": [0, 1], "results": seeded}
+    (row,) = (dict(zip(cells(table(content)[0]), cells(line), strict=True)) for line in table(content)[3:])
+    assert (row["LSP"], row["NoLSP"], row["realized"]) == ("21.50 ± 0.71", "30.00 ± 0.00", "70.02% ± 0.03%")
+    assert row["epochs"] == "4 (best 2), 4 (best 3)"
+    text = markdown(content)
+    assert text.count("LSP at 70%\n    by kl") == 1  # the first seed's
+    for seed in (0, 1):
+        assert f"![KL curves, seed {seed}](plots/seed-{seed}/kl_curves.png)" in text
+
+
+def test_the_table_of_a_sweep(content: dict[str, Any]) -> None:
+    sweep = [
+        {"learning_rate": 1e-3, "best_epoch": 2, "validation": 20.5},
+        {"learning_rate": 1e-4, "best_epoch": 4, "validation": 19.25},
+    ]
+    content["results"] = [result(0.7, "kl", learning_rate=1e-4, validated_on="perplexity", sweep=sweep)]
+    assert cells(table(content)[-1])[-2:] == ["4 (best 2)", "0.0001"]
+    lines = markdown(content).split("## Learning rates\n\n")[1].split("\n\n")[0].split("\n")
+    assert [cells(line) for line in (lines[0], *lines[2:])] == [
+        ["removed", "objective", "rate", "validated on", "validation", "best epoch", ""],
+        ["70%", "kl", "0.001", "perplexity", "20.5", "2", ""],
+        ["70%", "kl", "0.0001", "perplexity", "19.25", "4", "kept"],
+    ]
+
+
 def png_size(path: Path) -> tuple[int, int]:
     data = path.read_bytes()
     assert data.startswith(PNG)

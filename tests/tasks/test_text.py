@@ -8,7 +8,9 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tasks.text import HELD_OUT_EVERY, TextOrigin, documents, find_text, joined_windows, token_windows
+from tasks.text import HELD_OUT_EVERY, TextOrigin, documents, find_text
+from tasks.windows import draw as draw_from
+from tasks.windows import joined_windows
 
 DOCUMENTS = [f"document {index} says {'so ' * (3 * index + 1)}" for index in range(12)]
 LENGTH = 17
@@ -48,7 +50,7 @@ MAKERS = [as_text, as_jsonl, as_parquet, as_folder]
 
 def draw(origin: TextOrigin, tokenizer: PreTrainedTokenizerBase, **changes: object) -> np.ndarray:
     arguments: dict[str, object] = {"length": LENGTH, "take": 9, "pool": 30, "part": "all", "seed": 0}
-    return token_windows(origin, tokenizer, **(arguments | changes))  # type: ignore[arg-type]
+    return draw_from(origin, tokenizer, **(arguments | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -56,7 +58,7 @@ def test_every_kind_of_file_gives_the_same_windows(
     make: Callable[[Path], Path], tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     origin = find_text(path=make(tmp_path))
-    assert "\n\n".join(documents(origin)) == "\n\n".join(DOCUMENTS)
+    assert "\n\n".join(documents(origin, tokenizer)) == "\n\n".join(DOCUMENTS)
     ids = tokenizer("\n\n".join(DOCUMENTS) + "\n\n", add_special_tokens=False)["input_ids"]
     whole = np.array(ids[: len(ids) // LENGTH * LENGTH]).reshape(-1, LENGTH)
     windows = draw(origin, tokenizer, take=len(whole), pool=len(whole))
@@ -139,22 +141,37 @@ def test_where_the_beginning_token_goes(tmp_path: Path, tokenizer: PreTrainedTok
     assert few.tolist() == windows["none"][:2]
 
 
-def test_a_wrong_field_names_what_there_is(tmp_path: Path) -> None:
+def test_a_wrong_field_names_what_there_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ValueError, match=r"all\.parquet has no column 'body', only id, text"):
-        list(documents(find_text(path=as_parquet(tmp_path), field="body")))
+        list(documents(find_text(path=as_parquet(tmp_path), field="body"), tokenizer))
     with pytest.raises(ValueError, match=r"all\.jsonl, line 1: there is no text in field 'body'"):
-        list(documents(find_text(path=as_jsonl(tmp_path), field="body")))
+        list(documents(find_text(path=as_jsonl(tmp_path), field="body"), tokenizer))
     with pytest.raises(ValueError, match=r"all\.parquet: its column 'id' holds int64, not text"):
-        list(documents(find_text(path=as_parquet(tmp_path), field="id")))
+        list(documents(find_text(path=as_parquet(tmp_path), field="id"), tokenizer))
     with pytest.raises(ValueError, match=r"line 1: there is no text in field 'id'"):
-        list(documents(find_text(path=as_jsonl(tmp_path), field="id")))
+        list(documents(find_text(path=as_jsonl(tmp_path), field="id"), tokenizer))
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"text": "fine"}\n\n{"text": "cut sh\n')
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 3: not a JSON object"):
-        list(documents(find_text(path=path)))
+        list(documents(find_text(path=path), tokenizer))
+
+
+def test_a_row_without_text_is_an_empty_document(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "gaps.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["abc", None, "", "defgh"]}), path)
+    origin = find_text(path=path, separator="")
+    assert list(documents(origin, tokenizer)) == ["abc", "", "", "defgh"]
+    assert draw(origin, tokenizer, length=8, take=1).tolist() == [tokenizer("abcdefgh")["input_ids"]]
+
+
+def test_paragraphs_of_plain_files_and_whole_records(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "a.txt").write_text("one\nline two\n\n\nnext\n \t\nlast\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "not\n\ncut"}))
+    pieces = list(documents(find_text(path=tmp_path), tokenizer, paragraphs=True))
+    assert pieces == ["one\nline two", "next", "last\n", "not\n\ncut"]
 
 
 def test_a_text_that_is_not_there_or_of_no_known_kind(tmp_path: Path) -> None:
@@ -184,9 +201,11 @@ def test_the_digest_is_of_content_and_way_of_reading(tmp_path: Path) -> None:
     assert find_text(path=as_text(here)).digest == find_text(path=as_text(there)).digest
 
 
-def test_the_home_folder_has_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_has_its_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for path in (as_text(tmp_path), as_folder(tmp_path)):
         short = find_text(path=Path("~") / path.name)
         assert short.digest == find_text(path=path).digest
-        assert "\n\n".join(documents(short)) == "\n\n".join(DOCUMENTS)
+        assert "\n\n".join(documents(short, tokenizer)) == "\n\n".join(DOCUMENTS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from lsp_core.discovery import discover_units
 from lsp_core.gram import gather_grams
 from lsp_core.readout import Readout
-from lsp_core.units import discover_units
 from storage.digest import digest_folder
 from storage.grid import save_tokens
 from storage.store import ArtifactRef
