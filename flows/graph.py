@@ -27,6 +27,7 @@ from tasks.train import teacher, teacher_bytes, train
 class Initial:
     """What is the same for every ratio and objective; ``grid`` is None where the allocation needs none."""
 
+    grams: ArtifactRef
     bases: ArtifactRef
     grid: ArtifactRef | None
 
@@ -96,7 +97,7 @@ def initialize(stages: Runner, prepared: Prepared, sets: Sets) -> Initial:
     )
     seed = {"seed": config.init_seed} if config.init == "random" else {}
     ordered = stages.run(bases, model=model, grams=grams, init=config.init, **seed)
-    return Initial(bases=ordered, grid=measure_grid(stages, prepared, sets, ordered))
+    return Initial(grams=grams, bases=ordered, grid=measure_grid(stages, prepared, sets, ordered))
 
 
 def compress_target(stages: Runner, prepared: Prepared, sets: Sets, initial: Initial, target: Target) -> Compressed:
@@ -169,6 +170,7 @@ def _build_one(seed: int | None, stages: Runner, prepared: Prepared, sets: Sets,
         report,
         prompt=prepared.config.evaluation.prompt,
         targets=[_described(prepared, target) for target in targets],
+        grams=initial.grams,
         bases=initial.bases,
         grid=initial.grid,
         dense=dense,

@@ -68,7 +68,7 @@ class TrainingResult:
     """What training gave.
 
     ``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization, with
-    the ``metric`` as ``validation``.
+    the ``metric`` as ``validation``, and beside an accuracy the objective on the validation set as ``validation_loss``.
     """
 
     vectors: dict[str, Tensor]
@@ -77,9 +77,11 @@ class TrainingResult:
     metric: Metric
 
 
-def is_better(value: float, than: float, metric: Metric) -> bool:
-    """Whether ``value`` of ``metric`` is better: an accuracy if higher, else if lower."""
-    return value > than if metric == "accuracy" else value < than
+def is_better(record: Mapping[str, float], than: Mapping[str, float], metric: Metric) -> bool:
+    """Whether an epoch's ``record`` is better: by a lower metric, or a higher accuracy; of equal ones by the loss."""
+    if metric != "accuracy":
+        return record["validation"] < than["validation"]
+    return (-record["validation"], record["validation_loss"]) < (-than["validation"], than["validation_loss"])
 
 
 def default_learning_rate(parameters: int) -> float:
@@ -191,7 +193,7 @@ class Trainer:
 
         state = None if checkpoints is None else checkpoints.load()
         if state is None:
-            history: list[dict[str, float]] = [{"epoch": 0, "validation": self._validate()}]
+            history: list[dict[str, float]] = [{"epoch": 0, **self._validate()}]
             state = TrainingState(step=0, best_epoch=0, best=self._vectors(), history=history)
             save(state)
         while state.step < self.total_steps and not self._stops_early(state):
@@ -226,11 +228,10 @@ class Trainer:
         )
 
     def _close_epoch(self, state: TrainingState, epoch: int) -> None:
-        value = self._validate()
-        if is_better(value, state.history[state.best_epoch]["validation"], self.metric):
-            state.best, state.best_epoch = self._vectors(), epoch
         loss = state.loss_sum / self.steps_per_epoch
-        state.history.append({"epoch": epoch, "validation": value, "train_loss": loss})
+        state.history.append({"epoch": epoch, **self._validate(), "train_loss": loss})
+        if is_better(state.history[-1], state.history[state.best_epoch], self.metric):
+            state.best, state.best_epoch = self._vectors(), epoch
         state.loss_sum = 0.0
 
     def _stops_early(self, state: TrainingState) -> bool:
@@ -301,32 +302,41 @@ class Trainer:
             return self.readout.statistic(self.readout.outputs(batch))
 
     @torch.no_grad()
-    def _validate(self) -> float:
-        """Returns the metric on the validation examples at alpha = 1 without masks."""
+    def _validate(self) -> dict[str, float]:
+        """Returns the metric on the validation examples, and the loss, at alpha = 1 without masks."""
         for projector in self.projectors.values():
             projector.set_factor_form()
+        mean = self._validation_mean(self._validation_losses)
+        found = {"validation": math.exp(mean) if self.metric == "perplexity" else mean}
+        if self.metric == "accuracy":
+            found = {"validation": self._validation_mean(self._told_right), "validation_loss": mean}
+        for projector in self.projectors.values():
+            projector.set_dense()
+        return found
+
+    def _validation_mean(self, values_of: Callable[[Tensor, Tensor | None], Tensor]) -> float:
         total, count = 0.0, 0
         for start in range(0, len(self.validation), self.settings.micro_batch):
             rows = slice(start, start + self.settings.micro_batch)
-            values = self._validation_values(self.validation[rows], rows)
+            labels = None if self.validation_labels is None else self.validation_labels[rows]
+            values = values_of(self.validation[rows], labels)
             total += values.sum(dtype=torch.float64).item()
             count += values.numel()
-        for projector in self.projectors.values():
-            projector.set_dense()
         mean = total / count
         if not mean < LARGEST_LOSS:
             raise NonFiniteError(
                 f"the validation loss is {mean} nats: lower the learning rate, or check the model's dtype"
             )
-        return math.exp(mean) if self.metric == "perplexity" else mean
+        return mean
 
-    def _validation_values(self, batch: Tensor, rows: slice) -> Tensor:  # (B, ...) -> (n,)
-        if self.metric == "perplexity":
-            return self.readout.losses(batch)
-        if self.validation_labels is not None and self.metric == "accuracy":
-            labels = self.validation_labels[rows].to(self.model.device)
-            return (self.readout.class_logits(batch).argmax(-1) == labels).double()
+    def _validation_losses(self, batch: Tensor, labels: Tensor | None) -> Tensor:  # (B, ...) -> (n,)
+        if self.metric == "perplexity" or (self.metric == "accuracy" and self.settings.objective == "task"):
+            return self.readout.losses(batch, labels)
         return self.readout.divergence(self.readout.outputs(batch), self._statistic(batch), self.readout.kept(batch))
+
+    def _told_right(self, batch: Tensor, labels: Tensor | None) -> Tensor:  # (B, ...), (B,) -> (B,)
+        assert labels is not None
+        return self.readout.class_logits(batch).argmax(-1) == labels.to(self.model.device)
 
 
 @contextmanager

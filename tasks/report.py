@@ -1,5 +1,6 @@
 """report: everything measured -> tables for people, JSON for programs, plots."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from tasks.allocate import ALLOCATION, read_curves
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
 from tasks.evaluate import read_evaluation
+from tasks.gather import LEFT_ALONE
 from tasks.merge import MERGE
 from tasks.metrics import Metric, metric_of
 from tasks.plots import plot_curves, plot_ranks
@@ -25,6 +27,7 @@ def report(
     *,
     prompt: str | None,
     targets: list[dict[str, Any]],
+    grams: ArtifactRef,
     bases: ArtifactRef,
     grid: ArtifactRef | None,
     dense: ArtifactRef,
@@ -57,6 +60,7 @@ def report(
             }
             for unit in units
         ],
+        "left_alone": read_json(work.folder(grams) / LEFT_ALONE),
         "results": results,
     }
     write_json(work.output / REPORT, content)
@@ -105,8 +109,8 @@ def _result(
         "history": history["history"],
         "merge_error": read_json(work.folder(merge) / MERGE)["largest_error"],
     }
-    for name in (*ACCURACIES, "continuation"):
-        if name in after:
+    for name in (*ACCURACIES, "transfer_mean", "similarity", "continuation"):
+        if name in after and name not in result:
             result |= {f"{name}_init": before[name], name: after[name]}
     if "sweep" in history:
         chosen_rate = history["settings"]["learning_rate"]
@@ -133,12 +137,23 @@ def markdown(content: dict[str, Any]) -> str:
     for key, title in ACCURACIES.items():
         if dense.get(key):
             lines += ["", f"## {title}", "", *_accuracies(content, key)]
+    if content["left_alone"]:
+        lines += ["", "## Left alone", "", *left_alone(content)]
     if content["prompt"] is not None:
         highest = max(group[0]["ratio"] for group in by_target(results))
         lines += ["", "## One prompt, continued", "", "```text", side_by_side(content, highest), "```"]
     if "stages" in content:
         lines += ["", "## Stages of this run", "", *stage_table(content["stages"])]
     return "\n".join(lines) + "\n"
+
+
+def left_alone(content: dict[str, Any]) -> list[str]:
+    """Returns which matrices of the blocks are no part of a unit, those of all blocks in one line."""
+    found: dict[tuple[str, str], int] = {}
+    for name, reason in content["left_alone"].items():
+        kind = re.sub(r"\.\d+\.", ".*.", name), reason
+        found[kind] = found.get(kind, 0) + 1
+    return [f"- `{name}` ({count}): {reason}" for (name, reason), count in found.items()]
 
 
 def explanation(metric: Metric) -> str:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lsp_core import costs
 from lsp_core.basis import ordered_basis
 from lsp_core.discovery import discover_units
+from lsp_core.fisher import Fisher
 from lsp_core.flops import merge_flops
 from lsp_core.gram import gather_grams
 from lsp_core.merging import merge_model, removed_directions
@@ -137,6 +138,46 @@ def test_measure_takes_the_flops_that_are_counted(real, family):
         precision_bytes=8,
     )
     # a head that is not linear is checked on one pass with its logits fewer, and that on 8 tokens
+    assert products(cost) == pytest.approx(counted(run), rel=1e-9 if shapes.linear_head else 1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fisher_takes_the_flops_that_are_counted(real, family):
+    """Within 3 %: several units may read the first block's input, whose gradient nobody needs; eager attention."""
+    case, shapes, _ = real(family)
+    sequences, length = case.tokens.shape
+
+    def run():
+        fisher = Fisher(case.model, case.units, case.bases, case.tokens)
+        for unit in case.units:
+            for count in counts_to_measure(unit, removal_counts(unit, POINTS)):
+                fisher.measure(unit.name, count)
+
+    cost = costs.fisher_cost(shapes, case.units, points=POINTS, sequences=sequences, length=length, precision_bytes=8)
+    assert products(cost) == pytest.approx(counted(run), rel=3e-2)
+    assert 0 < cost.gradient_flops < cost.flops
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joint_measurements_take_the_flops_that_are_counted(real, family):
+    case, shapes, removed = real(family)
+    sequences, length = case.tokens.shape
+
+    def run():
+        sensitivity = Sensitivity(case.model, case.units, case.bases, case.tokens, micro_batch=MICRO_BATCH)
+        for _ in range(3):
+            sensitivity.joint(removed)
+
+    cost = costs.joint_cost(
+        shapes,
+        case.units,
+        removed,
+        measurements=3,
+        sequences=sequences,
+        length=length,
+        micro_batch=MICRO_BATCH,
+        precision_bytes=8,
+    )
     assert products(cost) == pytest.approx(counted(run), rel=1e-9 if shapes.linear_head else 1e-3)
 
 

@@ -7,9 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
+from lsp_core.discovery import discover_units
 from lsp_core.fisher import Fisher
 from lsp_core.gram import NonFiniteError
+from lsp_core.inputs import inputs_of
 from lsp_core.sensitivity import projected_weight
 from lsp_core.units import weight_of
 
@@ -124,3 +134,81 @@ def test_progress_counts_sequences(prepare):
     seen = []
     Fisher(case.model, case.units, case.bases, case.tokens, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(done, 6) for done in range(1, 7)]
+
+
+def small(family):
+    """A random model that predicts no next token of its input, examples for it, and what it gives: logits or features.
+
+    The last is a function of model and example -> (n, D), in the model's dtype.
+    """
+    torch.manual_seed(0)
+    widths = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 36}
+    draw = torch.Generator().manual_seed(1)
+    if family == "vit":
+        config = ViTConfig(**widths, image_size=8, patch_size=4, num_labels=5)
+        model = ViTForImageClassification(config).double().eval()
+        pixels = torch.randint(0, 256, (4, 3, 8, 8), generator=draw, dtype=torch.uint8)
+        return model, pixels, lambda model, image: model(pixel_values=image.double() / 255).logits
+    model = BertModel(BertConfig(**widths, vocab_size=31, max_position_embeddings=16), add_pooling_layer=False).double()
+    ids = torch.randint(1, 31, (4, 9), generator=draw)
+    ids[1, 6:] = ids[3, 2:] = 0  # padding
+
+    def features(model, ids):
+        kept = ids != 0
+        return model(input_ids=ids, attention_mask=kept.long()).last_hidden_state[kept]
+
+    return model.eval(), ids, features
+
+
+@pytest.mark.parametrize("family", ["vit", "bert"])
+def test_without_a_next_token_labels_are_drawn_from_the_model(family):
+    """The same draws, by the same generator, one example after the other; padding draws none."""
+    model, examples, gives = small(family)
+    units = discover_units(model)
+    bases = {unit.name: torch.eye(unit.dimension, dtype=torch.float64) for unit in units}
+    weights = {member: model.get_submodule(member).weight for unit in units for member in unit.members}
+    fisher = Fisher(model, units, bases, examples, inputs=inputs_of(model), seed=3)
+    generator = torch.Generator().manual_seed(3)
+    expected = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    count = 0
+    for example in examples.split(1):
+        logits = gives(model, example)
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        for name, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
+            expected[name] += gradient**2 / len(examples)
+        count += len(labels)
+    assert fisher.predictions == pytest.approx(count / len(examples), rel=1e-12)
+    for name, diagonal in fisher.diagonal.items():
+        assert expected[name].max() > 0
+        assert (diagonal - expected[name]).abs().max() <= TOLERANCE * expected[name].max()
+    other = Fisher(model, units, bases, examples, inputs=inputs_of(model), seed=4)
+    assert any(not torch.equal(other.diagonal[name], fisher.diagonal[name]) for name in weights)
+
+
+def test_an_encoder_decoder_predicts_its_decoders_half():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=31,
+        d_model=24,
+        d_kv=12,
+        d_ff=36,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    model = T5ForConditionalGeneration(config).double().eval()
+    ids = torch.randint(1, 31, (3, 10), generator=torch.Generator().manual_seed(1))
+    units = discover_units(model)
+    bases = {unit.name: torch.eye(unit.dimension, dtype=torch.float64) for unit in units}
+    fisher = Fisher(model, units, bases, ids)
+    weights = {member: model.get_submodule(member).weight for unit in units for member in unit.members}
+    expected = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for row in ids.split(1):
+        loss = 5 * model(input_ids=row[:, :5], labels=row[:, 5:]).loss  # its mean over five tokens
+        for name, gradient in zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True):
+            expected[name] += gradient**2 / len(ids)
+    assert fisher.predictions == 5
+    for name, diagonal in fisher.diagonal.items():
+        assert (diagonal - expected[name]).abs().max() <= TOLERANCE * expected[name].max()

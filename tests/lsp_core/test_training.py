@@ -43,7 +43,9 @@ def assert_close(first, second, tolerance: float) -> None:
 def _better_every_epoch(monkeypatch):
     """The last epoch's vectors are the best: what is compared has seen every step."""
     validate = Trainer._validate
-    monkeypatch.setattr(Trainer, "_validate", lambda self: validate(self) / 2**self.schedule.last_epoch)
+    monkeypatch.setattr(
+        Trainer, "_validate", lambda self: {"validation": validate(self)["validation"] / 2**self.schedule.last_epoch}
+    )
 
 
 @pytest.mark.parametrize("objective", ["kl", "task"])
@@ -157,7 +159,7 @@ def test_resumed_after_an_early_stop_stays_stopped(prepare, tmp_path):
 def test_early_stop_keeps_epoch_0_where_training_only_harms(prepare, monkeypatch, patience):
     case = prepare("llama")
     perplexities = iter([10.0, 11.0, 10.5, 12.0])
-    monkeypatch.setattr(Trainer, "_validate", lambda self: next(perplexities))
+    monkeypatch.setattr(Trainer, "_validate", lambda self: {"validation": next(perplexities)})
     result = train(case, dataclasses.replace(SETTINGS, patience=patience))
     assert result.best_epoch == 0
     assert [record["epoch"] for record in result.history] == list(range(patience + 1))
@@ -169,7 +171,7 @@ def test_best_epoch_is_kept_not_the_last(prepare, monkeypatch):
     case = prepare("llama")
     short = train(case, dataclasses.replace(SETTINGS, epochs=3))
     perplexities = iter([10.0, 8.0, 9.0, 8.5])
-    monkeypatch.setattr(Trainer, "_validate", lambda self: next(perplexities))
+    monkeypatch.setattr(Trainer, "_validate", lambda self: {"validation": next(perplexities)})
     kept = []
     close = Trainer._close_epoch
     monkeypatch.setattr(Trainer, "_close_epoch", lambda self, *a: (kept.append(self._vectors()), close(self, *a)))
@@ -250,7 +252,7 @@ def test_divergence_is_an_error_that_says_what_to_do(prepare):
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4])
 def test_validation_loss_without_a_perplexity_is_an_error(prepare, monkeypatch, loss):
     case = prepare("llama")
-    monkeypatch.setattr(Trainer, "_validation_values", lambda self, batch, rows: torch.full((3,), loss))
+    monkeypatch.setattr(Trainer, "_validation_losses", lambda self, batch, labels: torch.full((3,), loss))
     with pytest.raises(NonFiniteError, match="validation loss"):
         train(case)
 
