@@ -23,7 +23,8 @@ from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity
 from lsp_core.shapes import META, Shapes
 from lsp_core.teacher import cache_teacher
-from lsp_core.training import Trainer, TrainingSettings, frozen
+from lsp_core.training import Trainer, frozen
+from lsp_core.training_settings import TrainingSettings
 from lsp_core.units import Unit, weight_of
 
 

@@ -7,7 +7,8 @@ import torch
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.readout import Readout
 from lsp_core.teacher import FIELDS, cache_teacher
-from lsp_core.training import TrainingSettings, default_learning_rate, train_projectors
+from lsp_core.training import train_projectors
+from lsp_core.training_settings import TrainingSettings, default_learning_rate
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
 from tasks.allocate import read_removed

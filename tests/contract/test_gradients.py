@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lsp_core.projector import attached
-from lsp_core.training import Trainer, TrainingSettings, frozen
+from lsp_core.training import Trainer, frozen
+from lsp_core.training_settings import TrainingSettings
 from tests.contract.cases import MICRO_BATCH
 
 

@@ -90,3 +90,30 @@ def test_the_config_survives_json() -> None:
     for calibration in ({"text": {"path": "text.txt"}}, {"text": {"path": "a.jsonl", "format": "chat"}}, {"mix": mix}):
         config = CompressConfig.model_validate({"model": MODEL, "calibration": calibration})
         assert CompressConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ({"ratio": 0.7}, "0.7-kl"),
+        ({"fit_gib": 1.5}, "fit1.5GiB-kl"),
+        ({"max_kl": 0.05, "objective": "task"}, "kl0.05-task"),
+    ],
+)
+def test_a_target_is_named_by_what_it_asks_for(target: dict[str, Any], name: str) -> None:
+    assert Target(**target).name == name
+
+
+@pytest.mark.parametrize("target", [{}, {"ratio": 0.5, "max_kl": 0.1}, {"ratio": 0.5, "fit_gib": 1, "max_kl": 0.1}])
+def test_a_target_asks_for_one_thing(target: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="give one of ratio, fit_gib"):
+        Target(**target)
+
+
+def test_sizes_and_divergences_are_crossed_with_objectives() -> None:
+    given = (Target(fit_gib=2.0), Target(max_kl=0.1), Target(fit_gib=2.0, objective="task"))
+    assert cross_product([], ["task"], given) == [
+        {"fit_gib": 2.0, "objective": "task"},
+        {"max_kl": 0.1, "objective": "task"},
+    ]
+    assert cross_product([0.4], [], given)[0] == {"ratio": 0.4, "objective": "kl"}

@@ -8,7 +8,8 @@ import torch
 
 from lsp_core.checkpoint import FILE, PREVIOUS
 from lsp_core.durable import read_checked
-from lsp_core.training import Trainer, TrainingSettings, train_projectors
+from lsp_core.training import Trainer, train_projectors
+from lsp_core.training_settings import TrainingSettings
 
 # 6 sequences in steps of 2: three steps an epoch, six in all
 SETTINGS = TrainingSettings(

@@ -24,7 +24,8 @@ from lsp_core.merging import merge_model, removed_directions
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, head_is_linear, shapes_of
 from lsp_core.teacher import cache_teacher
-from lsp_core.training import TrainingSettings, train_projectors
+from lsp_core.training import train_projectors
+from lsp_core.training_settings import TrainingSettings
 from lsp_core.units import weight_of
 
 FAMILIES = ["llama", "opt", "gpt2", "qwen3", "gemma2"]
@@ -143,7 +144,7 @@ def test_measure_takes_the_flops_that_are_counted(real, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fisher_takes_the_flops_that_are_counted(real, family):
-    """Within 3 %: several units may read the first block's input, whose gradient nobody needs; eager attention."""
+    """Within 5 %: more than one unit may read the first block's input, and eager attention makes no scores again."""
     case, shapes, _ = real(family)
     sequences, length = case.tokens.shape
 
@@ -154,7 +155,7 @@ def test_the_fisher_takes_the_flops_that_are_counted(real, family):
                 fisher.measure(unit.name, count)
 
     cost = costs.fisher_cost(shapes, case.units, points=POINTS, sequences=sequences, length=length, precision_bytes=8)
-    assert products(cost) == pytest.approx(counted(run), rel=3e-2)
+    assert products(cost) == pytest.approx(counted(run), rel=5e-2)
     assert 0 < cost.gradient_flops < cost.flops
 
 
@@ -178,7 +179,7 @@ def test_joint_measurements_take_the_flops_that_are_counted(real, family):
         micro_batch=MICRO_BATCH,
         precision_bytes=8,
     )
-    assert products(cost) == pytest.approx(counted(run), rel=1e-9 if shapes.linear_head else 1e-3)
+    assert products(cost) == pytest.approx(counted(run), rel=1e-9 if shapes.linear_head else 2e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:-1])

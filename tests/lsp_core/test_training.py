@@ -14,7 +14,8 @@ from lsp_core.discovery import discover_units
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.gram import NonFiniteError, gather_grams
 from lsp_core.teacher import cache_teacher
-from lsp_core.training import Trainer, TrainingSettings, train_projectors
+from lsp_core.training import Trainer, train_projectors
+from lsp_core.training_settings import TrainingSettings
 from lsp_core.units import weight_of
 
 # 6 sequences in steps of 4: two steps an epoch, the second one smaller

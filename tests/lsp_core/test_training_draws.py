@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsp_core.projector import Projector
-from lsp_core.training import TrainingSettings, default_learning_rate
+from lsp_core.training_settings import TrainingSettings, default_learning_rate
 
 # 6 sequences in steps of 4: two steps an epoch
 SETTINGS = TrainingSettings(learning_rate=3e-3, epochs=3, batch_sequences=4)
