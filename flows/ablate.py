@@ -17,7 +17,7 @@ from flows.prepared import Labelled, Prepared, prepare, with_config
 from flows.sets import Sets, draw, test_examples
 from storage.files import write_whole
 from storage.manifest import ArtifactRef
-from tasks.ablation import ablation_markdown, ablation_table, dots, read_cell, rows_of, spread_lines
+from tasks.ablation import ablation_markdown, ablation_table, axis_text, dots, read_cell, rows_of, spread_lines
 from tasks.artifacts import read_json
 from tasks.evaluate import EVALUATION
 from tasks.plots import plot_cells
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{axis} {value}" for axis, value in self.values.items())
+        return ", ".join(f"{axis} {axis_text(axis, value)}" for axis, value in self.values.items())
 
 
 @flow(name="ablate", persist_result=False)

@@ -40,13 +40,13 @@ class DigitsTraining:
 
     image_size: int = 16
     patch_size: int = 4
-    hidden_size: int = 64
-    intermediate_size: int = 128
+    hidden_size: int = 24
+    intermediate_size: int = 48
     blocks: int = 6
     heads: int = 4
-    epochs: int = 30
+    epochs: int = 60
     batch: int = 64
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     weight_decay: float = 0.05
     warmup_steps: int = 40
     label_smoothing: float = 0.05
@@ -78,17 +78,17 @@ def split_of(number: int, label: int) -> str:
 
 
 def strokes(count: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yields images (8, 8) of values from 0 to 16: two or three bent strokes each, drawn as the digits were."""
+    """Yields images (8, 8) of values from 0 to 16: three or four bent strokes each, drawn as the digits were."""
     generator = np.random.default_rng(seed)
     places = np.stack(np.meshgrid(np.arange(32), np.arange(32), indexing="ij"), axis=-1)  # (32, 32, 2)
     along = np.linspace(0, 1, 40)[:, None]
     for _ in range(count):
         bits = np.zeros((32, 32), dtype=bool)
-        for _ in range(generator.integers(2, 4)):
+        for _ in range(generator.integers(3, 5)):
             start, bend, end = generator.uniform((2, 5), (30, 27), size=(3, 2))
             curve = (1 - along) ** 2 * start + 2 * along * (1 - along) * bend + along**2 * end  # (40, 2)
             nearest = np.square(places[:, :, None] - curve).sum(-1).min(-1)
-            bits |= nearest < generator.uniform(1.2, 2.2) ** 2
+            bits |= nearest < generator.uniform(1.4, 2.4) ** 2
         yield bits.reshape(8, 4, 8, 4).sum(axis=(1, 3)).astype(np.float64)
 
 

@@ -24,6 +24,7 @@ from lsp_core.costs import (
     train_cost,
 )
 from lsp_core.shapes import Cost, shapes_of
+from storage.digest import canonical_json
 from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
 from storage.store import Store
@@ -67,6 +68,7 @@ class Estimates:
         self.precision_bytes = torch.finfo(getattr(torch, prepared.precision)).bits // 8
         self._removed: dict[str, Mapping[str, int]] = {}  # by the key of an allocation, a training or a merge
         self._tokens: dict[str, tuple[int, int]] = {}  # sequences and length by the key of token blocks
+        self._known: dict[str, Cost] = {}  # by the arguments that they were figured from
         self._costs: dict[Stage, Callable[[Arguments, str], Cost]] = {
             calibrate: self._calibrate,
             calibrate_test: self._calibrate,
@@ -154,19 +156,14 @@ class Estimates:
         return calibrate_cost(sequences=sequences, length=length, text_bytes=sum(sizes))
 
     def _gather(self, arguments: Arguments, _: str) -> Cost:
-        return gather_cost(
-            self.shapes, self.prepared.units, **self._batches(arguments["tokens"]), precision_bytes=self.precision_bytes
-        )
+        return self._once(gather_cost, **self._batches(arguments["tokens"]), precision_bytes=self.precision_bytes)
 
     def _bases(self, arguments: Arguments, _: str) -> Cost:
-        return bases_cost(
-            self.shapes, self.prepared.units, precision_bytes=self.precision_bytes, init=arguments["init"]
-        )
+        return self._once(bases_cost, precision_bytes=self.precision_bytes, init=arguments["init"])
 
     def _measure(self, arguments: Arguments, _: str) -> Cost:
-        return measure_cost(
-            self.shapes,
-            self.prepared.units,
+        return self._once(
+            measure_cost,
             points=arguments["points"],
             **self._batches(arguments["tokens"]),
             precision_bytes=self.precision_bytes,
@@ -174,9 +171,8 @@ class Estimates:
 
     def _fisher(self, arguments: Arguments, _: str) -> Cost:
         tokens = self._batches(arguments["tokens"])
-        return fisher_cost(
-            self.shapes,
-            self.prepared.units,
+        return self._once(
+            fisher_cost,
             points=arguments["points"],
             sequences=tokens["sequences"],
             length=tokens["length"],
@@ -184,10 +180,9 @@ class Estimates:
         )
 
     def _allocate_within(self, arguments: Arguments, key: str) -> Cost:
-        return joint_cost(
-            self.shapes,
-            self.prepared.units,
-            self._removed[key],
+        return self._once(
+            joint_cost,
+            removed=self._removed[key],
             measurements=MEASUREMENTS,
             **self._batches(arguments["tokens"]),
             precision_bytes=self.precision_bytes,
@@ -201,10 +196,9 @@ class Estimates:
 
     def _train(self, arguments: Arguments, key: str) -> Cost:
         settings = self.prepared.config.training
-        return train_cost(
-            self.shapes,
-            self.prepared.units,
-            self._removed[key],
+        return self._once(
+            train_cost,
+            removed=self._removed[key],
             **self._batches(arguments["tokens"]),
             epochs=arguments["epochs"],
             batch_sequences=settings.batch_sequences,
@@ -220,15 +214,14 @@ class Estimates:
         return select_cost(self.shapes, self.prepared.units, self._removed[key])
 
     def _merge(self, _: Arguments, key: str) -> Cost:
-        return merge_cost(self.shapes, self.prepared.units, self._removed[key], precision_bytes=self.precision_bytes)
+        return self._once(merge_cost, removed=self._removed[key], precision_bytes=self.precision_bytes)
 
     def _evaluate(self, arguments: Arguments, _: str) -> Cost:
         merged, allocation = arguments.get("checkpoint"), arguments.get("allocation")
         source = merged or allocation
         kl_tokens = arguments.get("kl_tokens")
-        return evaluate_cost(
-            self.shapes,
-            self.prepared.units,
+        return self._once(
+            evaluate_cost,
             **self._batches(arguments["tokens"]),
             removed=None if source is None else self._removed[source.key],
             checkpoint=merged is not None,
@@ -236,6 +229,13 @@ class Estimates:
             kl_length=self.prepared.config.test_length if kl_tokens is None else self._tokens[kl_tokens.key][1],
             precision_bytes=self.precision_bytes,
         )
+
+    def _once(self, figure: Callable[..., Cost], **arguments: Any) -> Cost:
+        """Returns a cost of this model's units, figured once for equal arguments: a dry run takes seconds."""
+        known = canonical_json([figure.__name__, arguments])
+        if known not in self._known:
+            self._known[known] = figure(self.shapes, self.prepared.units, **arguments)
+        return self._known[known]
 
     def _batches(self, tokens: ArtifactRef) -> dict[str, Any]:
         sequences, length = self._tokens[tokens.key]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from flows.amounts import resolve_ratios
 from flows.config import CompressConfig
+from flows.fitting import check_labels, check_objectives, check_padding
 from flows.sources import ImageSource, TextSource
 from lsp_core.discovery import Group, discover_units
 from lsp_core.units import Unit
@@ -94,8 +95,18 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
     points = config.allocation.grid_points or (16 if skeleton.num_parameters() >= LARGE_MODEL else 8)
     units = _discover(skeleton, config)
     ratios = resolve_ratios(config, units, points, skeleton, model.torch_dtype) if targets else {}
-    texts, images = _data(config, model)
+    texts, pools = _data(config, model)
     find = partial(find_images, digest=digest, partly=partly)
+    images = {role: [find(**one.model_dump()) for one in pool] for role, pool in pools.items() if pool}
+    if model.task == "encoder" and model.tokenizer is not None and model.tokenizer.lacks is None:
+        check_padding(skeleton, model.tokenizer)
+    if model.task == "image-classification":
+        check_labels("evaluation.images", images["test"], skeleton)
+    for name in config.evaluation.transfer:
+        for purpose in ("train", "test"):
+            check_labels(f"evaluation.transfer.{name}.{purpose}", images[transferred(name, purpose)])
+    if targets:
+        check_objectives(config, model, skeleton, images)
     return Prepared(
         config=config,
         model=model,
@@ -106,11 +117,11 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
         device=device,
         precision=resolve_precision(config.precision, device),
         texts={
-            role: find_text(**text.model_dump(exclude={"label_field"}), digest=digest, partly=partly)
+            role: find_text(**text.model_dump(), digest=digest, partly=partly)
             for role, text in texts.items()
             if text is not None
         },
-        images={role: [find(**one.model_dump()) for one in pool] for role, pool in images.items() if pool},
+        images=images,
         transfer=tuple(config.evaluation.transfer if images else config.evaluation.text_transfer),
         task_folder=find_task_folder(config.evaluation.task_folder),
     )
@@ -119,8 +130,10 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
 def with_config(prepared: Prepared, config: CompressConfig) -> Prepared:
     """Returns ``prepared`` for a config that names the same model and texts and chooses otherwise.
 
-    Errors: ``ValueError`` for a ratio that its allocation does not reach, or layers that it cannot group.
+    Errors: ``ValueError`` for a ratio that its allocation does not reach, layers that it cannot group, or an objective
+    that there is no task for.
     """
+    check_objectives(config, prepared.model, prepared.skeleton, prepared.images)
     units = prepared.units
     if config.discovery != prepared.config.discovery:
         units = _discover(prepared.skeleton, config)
@@ -150,25 +163,38 @@ def _data(
 
     Errors: ``ValueError`` where the config names data of the other kind, or lacks what the model needs.
     """
-    calibration, evaluation = config.calibration, config.evaluation
+    calibration, validation, evaluation = config.calibration, config.validation, config.evaluation
+    if evaluation.prompt is not None and not model.gives_text:
+        raise ValueError(f"evaluation.prompt: {model.name} continues no text: drop it")
     if model.processor is None:
-        if calibration.images or evaluation.images or evaluation.transfer:
-            raise ValueError(f"{model.name} reads text: calibration.images and evaluation.images are for image models")
+        given = {"calibration.images": calibration.images, "validation.images": validation.images}
+        given |= {"evaluation.images": evaluation.images, "evaluation.transfer": evaluation.transfer}
+        _refuse(given, f"{model.name} reads text: it is for models that read images, drop it")
         if evaluation.text_transfer and model.gives_text:
             raise ValueError("evaluation.text_transfer is for encoders: a language model is judged by its perplexity")
         texts: dict[str, TextSource | None] = {mixed(index): part.text for index, part in enumerate(calibration.mix)}
         texts = texts or {"calibration": calibration.text}
         for name, sets in evaluation.text_transfer.items():
             texts |= {transferred(name, "train"): sets.train, transferred(name, "test"): sets.test}
-        own = {"allocation": config.allocation.text, "validation": config.validation.text, "test": evaluation.text}
+        own = {"allocation": config.allocation.text, "validation": validation.text, "test": evaluation.text}
         return texts | own, {}
+    given = {"calibration.mix": calibration.mix, "validation.text": validation.text}
+    given |= {"allocation.text": config.allocation.text, "evaluation.text_transfer": evaluation.text_transfer}
+    _refuse(given, f"{model.name} reads images: it is for models that read text, drop it")
     if not calibration.images or evaluation.images is None:
         missing = "evaluation.images" if calibration.images else "calibration.images"
         raise ValueError(f"{missing}: {model.name} reads images, name some")
-    pools = {"calibration": calibration.images, "validation": config.validation.images, "test": (evaluation.images,)}
+    pools = {"calibration": calibration.images, "validation": validation.images, "test": (evaluation.images,)}
     for name, pair in evaluation.transfer.items():
         pools |= {transferred(name, "train"): (pair.train,), transferred(name, "test"): (pair.test,)}
     return {}, pools
+
+
+def _refuse(given: dict[str, Any], remedy: str) -> None:
+    """Errors: ``ValueError`` naming the first setting that is given."""
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}: {remedy}")
 
 
 def transferred(name: str, purpose: str) -> str:

@@ -1,6 +1,6 @@
 """The factored linear layer, and the latent that a tied group computes once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -53,12 +53,18 @@ class StandIn(nn.Module):
 
 
 class FactoredLinear(StandIn):
-    """y = B A x + bias. ``input_factor`` holds A (R, D_in), ``output_factor`` B (D_out, R); either may be shared."""
+    """y = B A x + bias, or B C A x + bias where both sides are projected.
 
-    def __init__(self, input_factor: Factor, output_factor: Factor, bias: Tensor | None) -> None:
+    ``shared`` holds A (R_in, D_in) as "input", B (D_out, R_out) as "output", or both; other layers may hold the same.
+    ``own`` is the rest of the product: B (D_out, R_in), A (R_out, D_in) or the core C (R_out, R_in).
+    """
+
+    def __init__(self, own: Tensor, shared: Mapping[str, Factor], bias: Tensor | None) -> None:
         super().__init__()
-        self.input_factor = input_factor
-        self.output_factor = output_factor
+        self.sides = frozenset(shared)
+        self.input_factor = shared["input"] if "input" in shared else Factor(own)
+        self.core = Factor(own) if len(shared) == 2 else None
+        self.output_factor = shared["output"] if "output" in shared else Factor(own)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -66,8 +72,9 @@ class FactoredLinear(StandIn):
         return self.output_factor.weight
 
     @property
-    def rank(self) -> int:
-        return self.input_factor.weight.shape[0]
+    def ranks(self) -> dict[str, int]:
+        """R of each side: one and the same without a core."""
+        return {"input": self.input_factor.weight.shape[0], "output": self.output_factor.weight.shape[1]}
 
     @property
     def in_features(self) -> int:
@@ -78,10 +85,13 @@ class FactoredLinear(StandIn):
         return self.output_factor.weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., D_out)
-        return F.linear(self.input_factor(x), self.output_factor.weight, self.bias)
+        latent = self.input_factor(x)
+        if self.core is not None:
+            latent = self.core(latent)
+        return F.linear(latent, self.output_factor.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, rank={self.rank}, out_features={self.out_features}"
+        return f"in_features={self.in_features}, ranks={self.ranks}, out_features={self.out_features}"
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

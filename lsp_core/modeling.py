@@ -30,9 +30,9 @@ def save_compressed(
     folder.mkdir(parents=True, exist_ok=True)
     factored = {name: module for name, module in model.named_modules() if isinstance(module, FactoredLinear)}
     described = [
-        {"name": unit.name, "side": unit.side, "members": unit.members, "rank": factored[unit.members[0]].rank}
+        {"name": unit.name, "side": unit.side, "members": unit.members, "rank": layer.ranks[unit.side]}
         for unit in units
-        if unit.members[0] in factored
+        if (layer := factored.get(unit.members[0])) is not None and unit.side in layer.sides
     ]
     config = {
         "model_type": MODEL_TYPE,
@@ -74,8 +74,7 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
     if not (isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)):
         raise ValueError(f"{folder} holds a {config['architectures'][0]}, which this version of transformers lacks")
     model: PreTrainedModel = architecture._from_config(base_config, dtype=dtype, **config["options"])
-    for unit in config["units"]:
-        _make_factored(model, unit["side"], unit["members"], unit["rank"])
+    _make_factored(model, config["units"])
     if not (folder / WEIGHTS).exists():
         raise ValueError(f"{folder} holds a config.json but no {WEIGHTS}: the copy is not whole")
     weights = load_file(folder / WEIGHTS)
@@ -95,17 +94,23 @@ def _options(model: PreTrainedModel) -> dict[str, bool]:
     return {"add_pooling_layer": False} if poolable and getattr(model, "pooler", None) is None else {}
 
 
-def _make_factored(model: nn.Module, side: str, members: Sequence[str], rank: int) -> None:
-    """Replaces the members by factored layers of the right shapes, with one shared factor."""
-    shared: Factor | None = None
-    for name in members:
+def _make_factored(model: nn.Module, units: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces the members of the described units by factored layers of the right shapes, with their shared factors."""
+    shared: dict[str, dict[str, Factor]] = {}
+    for unit in units:
+        weight = weight_of(model.get_submodule(unit["members"][0]))
+        if unit["side"] == "input":
+            factor = Factor(weight.new_empty(unit["rank"], weight.shape[1]), readers=len(unit["members"]))
+        else:
+            factor = Factor(weight.new_empty(weight.shape[0], unit["rank"]))
+        for name in unit["members"]:
+            shared.setdefault(name, {})[unit["side"]] = factor
+    for name, factors in shared.items():
         layer = model.get_submodule(name)
-        d_out, d_in = weight_of(layer).shape
-        make = weight_of(layer).new_empty
-        if shared is None:
-            shared = Factor(make(rank, d_in), readers=len(members)) if side == "input" else Factor(make(d_out, rank))
-        pair = (shared, Factor(make(d_out, rank))) if side == "input" else (Factor(make(rank, d_in)), shared)
-        replace_module(model, name, FactoredLinear(*pair, bias_of(layer)))
+        rows, columns = weight_of(layer).shape
+        rows = factors["output"].weight.shape[1] if "output" in factors else rows
+        columns = factors["input"].weight.shape[0] if "input" in factors else columns
+        replace_module(model, name, FactoredLinear(weight_of(layer).new_empty(rows, columns), factors, bias_of(layer)))
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -102,8 +102,8 @@ def perplexity_peak(shapes: Shapes, batch: Tensor) -> int:
         result = shapes.model(**shapes.inputs.arguments(batch, shapes.model))
         if shapes.kind != "lm":
             return
-        logits = result.logits[:, :-1]
-        labels = torch.empty(len(batch) * (batch.shape[1] - 1), dtype=torch.long, device=META)
+        logits = result.logits if shapes.inputs.decoder_start is not None else result.logits[:, :-1]
+        labels = torch.empty(logits.shape[:2].numel(), dtype=torch.long, device=META)
         F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
         torch.isfinite(logits)
 

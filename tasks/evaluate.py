@@ -154,11 +154,17 @@ def measure_perplexity(
 
 
 def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int) -> str:
-    """Returns the ``count`` most likely tokens after ``prompt``, chosen one by one."""
+    """Returns the ``count`` most likely tokens after ``prompt``, chosen one by one.
+
+    Of an encoder-decoder, which reads the prompt as a whole, the most likely ones of its decoder.
+    """
     ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]], device=model.device)
+    name, read, start = "input_ids", {}, inputs_of(model).decoder_start
+    if start is not None:
+        name, read, ids = "decoder_input_ids", {"input_ids": ids}, ids.new_full((1, 1), start)
     with torch.inference_mode():
         for _ in range(count):
-            following = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+            following = model(**read, **{name: ids}, use_cache=False).logits[:, -1].argmax(-1)
             ids = torch.cat([ids, following[:, None]], dim=1)
     text: str = tokenizer.decode(ids[0, -count:])
     return text

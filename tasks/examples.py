@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from tasks.artifacts import read_tokens
 from tasks.caching import Work
 from tasks.images import IMAGES, model_labels, read_classes
 
+LabelUse = Literal["ignored", "where known", "needed"]
 log = logging.getLogger(__name__)
 
 
@@ -25,10 +27,10 @@ class Examples:
     labels: Tensor | None = None
 
 
-def read_examples(work: Work, ref: ArtifactRef, model: PreTrainedModel, *, labelled: bool = False) -> Examples:
+def read_examples(work: Work, ref: ArtifactRef, model: PreTrainedModel, *, labels: LabelUse = "ignored") -> Examples:
     """Returns a set of examples for ``model``.
 
-    ``labelled``: every image needs a label that the model knows; else images of which one has none count as unlabelled.
+    ``labels``: where known, images of which one has no label that the model knows count as unlabelled.
     Errors: ``ValueError`` for labels that are needed and not there.
     """
     folder = work.folder(ref)
@@ -38,14 +40,15 @@ def read_examples(work: Work, ref: ArtifactRef, model: PreTrainedModel, *, label
     if "tokens" in tensors:
         return Examples(values=tensors["tokens"], inputs=inputs_of(model))
     inputs = inputs_of(model, mean=tuple(tensors["mean"].tolist()), std=tuple(tensors["std"].tolist()))
-    labels: Tensor | None = None
-    if labelled and bool((tensors["labels"] < 0).any()):
+    known: Tensor | None = None
+    complete = bool((tensors["labels"] >= 0).all())
+    if labels == "needed" and not complete:
         raise ValueError("the source's images have no labels: use class folders, or name a label_field")
-    if bool((tensors["labels"] >= 0).all()):
+    if labels != "ignored" and complete:
         try:
-            labels = model_labels(tensors["labels"], read_classes(folder), model.config.id2label)
+            known = model_labels(tensors["labels"], read_classes(folder), model.config.id2label)
         except ValueError as error:
-            if labelled:
+            if labels == "needed":
                 raise
             log.info("%s: they count as unlabelled", error)
-    return Examples(values=tensors["pixels"], inputs=inputs, labels=labels)
+    return Examples(values=tensors["pixels"], inputs=inputs, labels=known)

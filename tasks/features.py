@@ -36,7 +36,7 @@ def evaluate_features(
     that are ``labelled``. ``transfer``: by name, ``acc`` of the probe and whether its fit converged.
     Errors: ``NonFiniteError`` where the model is broken.
     """
-    examples = read_examples(work, test, model, labelled=labelled)
+    examples = read_examples(work, test, model, labels="needed" if labelled else "ignored")
     size = work.runtime.micro_batch
     features = embed(model, examples.values, examples.inputs, size)
     if not torch.isfinite(features).all():
@@ -49,7 +49,7 @@ def evaluate_features(
     else:
         expected = load_tensors(work.folder(dense) / EMBEDDINGS)["features"]
         result["similarity"] = F.cosine_similarity(features.double(), expected.double(), dim=-1).mean().item()
-    if labelled and examples.labels is not None:
+    if examples.labels is not None:
         result["accuracy"] = accuracy(model, examples, size)
     if transfer:
         result["transfer"] = {name: _transfer(work, model, fit, held) for name, fit, held in transfer}

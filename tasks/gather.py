@@ -4,7 +4,6 @@ import logging
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from lsp_core.discovery import Group, KVRouting, discover
 from lsp_core.gram import gather_grams
@@ -13,7 +12,7 @@ from storage.tensors import save_tensors
 from tasks.artifacts import write_json, write_units
 from tasks.caching import Work, stage
 from tasks.examples import read_examples
-from tasks.models import ModelSource, TokenizerSource, load_model, load_tokenizer
+from tasks.models import ModelSource, load_model
 
 LEFT_ALONE = "left_alone.json"
 log = logging.getLogger(__name__)
@@ -49,8 +48,6 @@ def gather(
     for name, reason in found.left_alone.items():
         log.info("%s is left alone: %s", name, reason)
     examples = read_examples(work, tokens, loaded)
-    if model.task == "encoder" and model.tokenizer is not None:
-        _check_padding(loaded, model.tokenizer)
     with work.progress() as progress:
         grams = gather_grams(
             loaded,
@@ -67,13 +64,3 @@ def gather(
     write_units(work.output, found.units)
     write_json(work.output / LEFT_ALONE, found.left_alone)
     save_tensors(work.output, grams)
-
-
-def _check_padding(model: PreTrainedModel, tokenizer: TokenizerSource) -> None:
-    """Errors: ``ValueError`` where the model's config and the tokenizer do not name the same padding token."""
-    named, written = model.config.pad_token_id, load_tokenizer(tokenizer).pad_token_id
-    if named != written:
-        raise ValueError(
-            f"{tokenizer.folder}: config.json has pad_token_id {named}, the tokenizer pads with {written}: padding "
-            "would count as content; set both to the same"
-        )

@@ -135,8 +135,8 @@ def calibrate_images(
     loaded = load_processor(processor)
     listings = [list_images(origin) for origin in images]
     chosen = draw(images, listings, take=take, part=part, seed=seed)
-    pixels, labels = None, torch.full((len(chosen),), UNLABELLED)
-    classes, labelled = _common_classes(listings)
+    pixels = None
+    labels, classes = labels_of(listings, chosen)
     with work.progress() as progress:
         for done, slot in enumerate(np.lexsort(chosen.T[::-1])):  # each source in its own order
             source, position = chosen[slot].tolist()
@@ -149,14 +149,23 @@ def calibrate_images(
                     f"{tuple(array.shape)}: save one that crops them all to one size"
                 )
             pixels[slot] = array
-            if labelled:
-                labels[slot] = int(listings[source].labels[position])
             progress(done + 1, len(chosen))
     assert pixels is not None
     mean, std = (torch.tensor(values, dtype=torch.float32) for values in (loaded.mean, loaded.std))
     save_tensors(work.output, {"pixels": pixels, "labels": labels, "mean": mean, "std": std})
     counts = np.bincount(chosen[:, 0], minlength=len(images)).tolist()
     write_json(work.output / IMAGES, {"counts": counts, "classes": classes})
+
+
+def labels_of(listings: Sequence[Listing], chosen: np.ndarray) -> tuple[Tensor, list[str] | None]:  # (N, 2) -> (N,)
+    """Returns the class ids of drawn images, -1 where there is none, and the classes' names.
+
+    Sources of different classes count as unlabelled.
+    """
+    classes, labelled = _common_classes(listings)
+    if not labelled:
+        return torch.full((len(chosen),), UNLABELLED), classes
+    return torch.tensor([int(listings[source].labels[position]) for source, position in chosen.tolist()]), classes
 
 
 def read_classes(folder: Path) -> list[str] | None:

@@ -13,7 +13,7 @@ class Metric:
 
     ``name``: its key in ``evaluation.json``; ``title``: what it is called in a sentence; ``template``: how one value is
     printed; ``counted``: the key of what it was measured on, ``unit`` one of these; ``task``: what the task objective
-    trains on; ``explanation``: a sentence of the report.
+    trains on, None where there is no task; ``explanation``: a sentence of the report.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Metric:
     template: str
     counted: str
     unit: str
-    task: str
+    task: str | None
     explanation: str
 
     @property
@@ -54,7 +54,7 @@ METRICS = (
         template="{:.4f}",
         counted="examples",
         unit="token",
-        task="the text itself",
+        task=None,
         explanation="Similarity, the mean cosine to the dense model's features, is on the test set",
     ),
 )

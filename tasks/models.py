@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,8 +24,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import logging as transformers_logging
 
 from lsp_core.inputs import PIXELS
 from storage.digest import canonical_json, digest_bytes, digest_file
@@ -144,6 +147,7 @@ def find_model(
         raise ValueError(f"{folder} holds no {', '.join(missing)}: copy the weights there or name another folder")
     config = _config(folder, trust_remote_code)
     chosen = _resolve_task(config, task)
+    _check_task(name_or_path, config, chosen)
     images = _reads_images(config, chosen)
     tokenizer, processor = _reader(folder, name_or_path, trust_remote_code, digest, images=images, partly=partly)
     resolved = _resolve_dtype(folder, dtype, device)
@@ -206,6 +210,17 @@ def _resolve_task(config: PreTrainedConfig, task: str) -> ModelTask:
     return "encoder"
 
 
+def _check_task(name: str, config: PreTrainedConfig, task: ModelTask) -> None:
+    """Errors: ``ValueError`` for a model that has no such head, or that reads the tokens which it is to predict."""
+    named = (config.architectures or [None])[0]
+    remedy = f"leave model.task at auto, which is {_resolve_task(config, 'auto')} here"
+    has_code = bool(getattr(config, "auto_map", None))
+    if not has_code and type(config) not in AUTO[task]._model_mapping:
+        raise ValueError(f"model.task={task}: there is no such head for {name}, a {config.model_type}: {remedy}")
+    if task == "causal-lm" and named in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        raise ValueError(f"model.task={task}: {name}, a {named}, reads the tokens that it predicts: {remedy}")
+
+
 def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     """Returns the model, in evaluation mode, on ``device``, every parameter frozen.
 
@@ -213,9 +228,11 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
     another shape, or if a weight is NaN or infinite.
     """
     try:
-        model, info = _load(source)
-        if source.task == "encoder" and info["missing_keys"] and POOLING in signature(type(model).__init__).parameters:
-            model, info = _load(source, **{POOLING: False})
+        with _silent():
+            model, info = _load(source)
+            has_option = POOLING in signature(type(model).__init__).parameters
+            if source.task == "encoder" and info["missing_keys"] and has_option:
+                model, info = _load(source, **{POOLING: False})
     except SafetensorError as error:
         raise ValueError(f"{source.folder}: the weights cannot be read ({error}): copy them there again") from None
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -231,6 +248,17 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
         parameter.requires_grad_(False)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silences transformers' report of weights that do not fit: ``load_model`` refuses them by name."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _load(source: ModelSource, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -158,9 +158,10 @@ def left_alone(content: dict[str, Any]) -> list[str]:
 
 def explanation(metric: Metric) -> str:
     """Returns what the columns of the table are."""
+    task = "" if metric.task is None else f", LSP-T on {metric.task} (task)"
     return (
         "*Removed* is the share of the targeted layers' parameters. NoLSP is the merged initialization, untrained; "
-        f"LSP is trained to match the dense model (kl), LSP-T on {metric.task} (task). {metric.explanation}; "
+        f"LSP is trained to match the dense model (kl){task}. {metric.explanation}; "
         f"KL, in nats per {metric.unit}, is that of the untrained model: summed over units cut alone, and of all cuts "
         "at once."
     )

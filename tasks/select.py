@@ -3,10 +3,10 @@
 import shutil
 from typing import Any
 
+from lsp_core.training import is_better
 from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json, write_json
 from tasks.caching import Work, stage
-from tasks.metrics import HIGHER_IS_BETTER
 from tasks.train import HISTORY
 
 
@@ -25,7 +25,7 @@ def select(work: Work, *, trainings: list[ArtifactRef]) -> None:
         {
             "learning_rate": record["settings"]["learning_rate"],
             "best_epoch": record["best_epoch"],
-            "validation": _best_validation(record),
+            "validation": _best_epoch(record)["validation"],
         }
         for record in records
     ]
@@ -33,13 +33,17 @@ def select(work: Work, *, trainings: list[ArtifactRef]) -> None:
 
 
 def best_training(records: list[dict[str, Any]]) -> int:
-    """Returns which of the histories, as ``train`` publishes them, has the best validation."""
+    """Returns which of the histories, as ``train`` publishes them, has the best epoch, by the rule that chose it."""
     metrics = {record["metric"] for record in records}
     assert len(metrics) == 1, f"trainings that validate on {metrics} cannot be compared"
-    values = [_best_validation(record) for record in records]
-    return values.index(max(values) if metrics <= HIGHER_IS_BETTER else min(values))
+    metric, epochs = metrics.pop(), [_best_epoch(record) for record in records]
+    best = 0
+    for index, epoch in enumerate(epochs):
+        if is_better(epoch, epochs[best], metric):
+            best = index
+    return best
 
 
-def _best_validation(record: dict[str, Any]) -> float:
-    validation: float = record["history"][record["best_epoch"]]["validation"]
-    return validation
+def _best_epoch(record: dict[str, Any]) -> dict[str, float]:
+    epoch: dict[str, float] = record["history"][record["best_epoch"]]
+    return epoch

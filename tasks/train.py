@@ -14,7 +14,7 @@ from storage.tensors import load_tensors, save_tensors
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
-from tasks.examples import read_examples
+from tasks.examples import LabelUse, read_examples
 from tasks.models import ModelSource, load_model
 
 HISTORY = "training.json"
@@ -72,7 +72,8 @@ def train(
     kept = {} if dense_outputs is None else load_tensors(work.folder(dense_outputs))
     statistic = TeacherStatistic(**kept) if kept else None
     removed = read_removed(work, allocation)
-    examples, held_out = read_examples(work, tokens, loaded), read_examples(work, validation, loaded)
+    labels: LabelUse = "where known" if model.task == "image-classification" else "ignored"
+    examples, held_out = (read_examples(work, ref, loaded, labels=labels) for ref in (tokens, validation))
     with work.progress() as progress:
         result = train_projectors(
             loaded,

@@ -26,6 +26,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "model.name_or_path": ("COPY", NOTHING),
     "model.revision": ("main", REFUSED),
     "model.dtype": ("float64", READ_WEIGHTS),
+    "model.task": ("causal-lm", NOTHING),  # as it was found to be
     "model.trust_remote_code": (True, NOTHING),  # there is no code beside this model
     "targets.ratio": (0.4, {"allocate 0.4", "allocate 0.4 uniform"}),
     "targets.fit_gib": (1e-4, {"allocate fit0.0001GiB", "allocate fit0.0001GiB uniform"}),
@@ -57,7 +58,10 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "calibration.checkpoint_sequences": (1, NOTHING),
     "discovery.kv_routing": ("untied", {"gather"}),
     "discovery.tie": (False, {"gather"}),
+    "discovery.include": (["*down_proj", "*o_proj"], {"gather"}),
     "discovery.exclude": (["*down_proj"], {"gather"}),
+    "discovery.groups.members": (["*q_proj", "*k_proj"], {"gather"}),
+    "discovery.groups.side": ("output", {"gather"}),
     "precision": ("float32", {"gather"}),
     "init": ("plain", {"bases"}),
     "init_seed": (1, NOTHING),  # there is nothing random in it
@@ -102,6 +106,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "evaluation.task_limit": (3, NOTHING),
     "evaluation.task_batch_size": (3, NOTHING),
     "training.epochs": (3, {"train 0.3-kl"}),
+    "training.epoch_sequences": (8, {"train 0.3-kl"}),
     "training.batch_sequences": (4, {"train 0.3-kl"}),
     "training.learning_rate": (2e-3, {"train 0.3-kl"}),
     "training.warmup_fraction": (0.1, {"train 0.3-kl"}),
@@ -128,10 +133,21 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
 }
 
 
+# What is for models that read images, and for encoders, is refused as a whole.
+OTHERS = (
+    "calibration.images.",
+    "validation.images.",
+    "evaluation.images.",
+    "evaluation.transfer.",
+    "evaluation.text_transfer.",
+)
+BEGUN = {"groups": [{"members": ["*q_proj", "*k_proj", "*v_proj"], "side": "input"}]}  # what an empty section starts as
+
+
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yields the path of every value that a configuration holds."""
     for name, field in model.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
+        kinds = [field.annotation, *get_args(field.annotation)]  # of a list or a mapping, what it holds
         section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if section is None:
             yield prefix + name
@@ -155,7 +171,26 @@ def mixed(tiny_config: Make, folder: Path) -> dict[str, Any]:
 
 
 def test_every_field_has_a_decision() -> None:
-    assert sorted(DECISIONS) == sorted(fields(CompressConfig))
+    assert sorted(DECISIONS) == sorted(name for name in fields(CompressConfig) if not name.startswith(OTHERS))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("calibration", "images", [{"path": "."}]),
+        ("validation", "images", [{"path": "."}]),
+        ("evaluation", "images", {"path": "."}),
+        ("evaluation", "transfer", {"name": {"train": {"path": "."}, "test": {"path": "."}}}),
+        ("evaluation", "text_transfer", {"name": {"train": {"path": "."}, "test": {"path": "."}}}),
+    ],
+)
+def test_what_is_for_other_models_is_refused(
+    section: str, field: str, value: Any, finished: Path, tiny_config: Make
+) -> None:
+    config = tiny_config(finished).model_dump(mode="json")
+    config[section][field] = value
+    with pytest.raises(ValueError, match=r"reads text|is for encoders"):
+        plan(CompressConfig.model_validate(config))
 
 
 @pytest.mark.parametrize("name", DECISIONS)
@@ -200,6 +235,8 @@ def changed(config: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     for parent in parents:
         if place[parent] is None:
             place[parent] = dict(config["calibration"]["text"])
+        elif place[parent] == []:
+            place[parent] = BEGUN[parent]
         place = place[parent][0] if isinstance(place[parent], list) else place[parent]
     place[last] = value
     if last in ("fit_gib", "max_kl"):  # instead of a ratio

@@ -15,9 +15,9 @@ from lsp_core.merging import merge_model
 def group(readers: int, width: int = 7, rank: int = 3) -> tuple[Factor, list[FactoredLinear]]:
     torch.manual_seed(0)
     shared = Factor(torch.randn(rank, width, dtype=torch.float64), readers=readers)
-    own = [Factor(torch.randn(4 + i, rank, dtype=torch.float64)) for i in range(readers)]
+    own = [torch.randn(4 + i, rank, dtype=torch.float64) for i in range(readers)]
     biases = [None, *(torch.randn(4 + i, dtype=torch.float64) for i in range(1, readers))]
-    return shared, [FactoredLinear(shared, factor, bias) for factor, bias in zip(own, biases, strict=True)]
+    return shared, [FactoredLinear(weight, {"input": shared}, bias) for weight, bias in zip(own, biases, strict=True)]
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
@@ -28,7 +28,7 @@ def test_is_the_product_of_its_factors(readers, shape):
     for layer in layers:
         weight = layer.output_factor.weight @ shared.weight
         assert (layer(x) - F.linear(x, weight, layer.bias)).abs().max() <= 1e-13  # two sums of a few terms, reordered
-        assert (layer.in_features, layer.rank, layer.out_features) == (7, 3, weight.shape[0])
+        assert (layer.in_features, layer.ranks["input"], layer.out_features) == (7, 3, weight.shape[0])
 
 
 def test_factors_are_frozen():

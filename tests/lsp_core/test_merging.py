@@ -92,7 +92,7 @@ def test_shared_factor_is_the_bare_basis(prepare):
     for unit in case.units:
         layer = case.model.get_submodule(unit.members[0])
         basis = layer.input_factor.weight.T if unit.side == "input" else layer.output_factor.weight
-        assert (basis.T @ basis - torch.eye(layer.rank, dtype=torch.float64)).abs().max() <= 1e-13
+        assert (basis.T @ basis - torch.eye(layer.ranks[unit.side], dtype=torch.float64)).abs().max() <= 1e-13
         assert (basis.T @ vectors[unit.name]).abs().max() <= 1e-13
 
 

@@ -39,6 +39,7 @@ def content() -> dict[str, Any]:
         "prompt": "Once upon\na time",
         "dense": {"perplexity": 17.125, "parameters": 5678, "tokens": 4096, "continuation": "there was"},
         "units": [],
+        "left_alone": {},
         "results": [result(0.3, "kl"), result(0.7, "kl"), result(0.7, "task")],
         "stages": [
             {"label": "train 0.7-kl", "state": "Cached", "seconds": 0.02, "key": "0123456789abcdef", "reason": None}
@@ -123,7 +124,7 @@ def classified() -> dict[str, Any]:
     dense = {"accuracy": 0.9375, "similarity": 1.0, "parameters": 5678, "examples": 640, "transfer": probes}
     accuracies = {"accuracy_init": 0.5, "accuracy_init_uniform": 0.25, "accuracy": 0.875}
     compressed = result(0.5, "kl", **accuracies, transfer_init={"flowers": {"acc": 0.5}}, transfer=probes)
-    return {"model": "vit", "prompt": None, "dense": dense, "units": [], "results": [compressed]}
+    return {"model": "vit", "prompt": None, "dense": dense, "units": [], "left_alone": {}, "results": [compressed]}
 
 
 def test_a_classifier_is_judged_by_its_accuracy(classified: dict[str, Any]) -> None:

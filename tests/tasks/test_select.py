@@ -21,6 +21,8 @@ def record(metric: str, validations: list[float], rate: float = 1e-3) -> dict[st
     """Returns a history whose best epoch is the best of ``validations``, which start at epoch 0."""
     best = max(validations) if metric == "accuracy" else min(validations)
     history = [{"epoch": epoch, "validation": value} for epoch, value in enumerate(validations)]
+    if metric == "accuracy":
+        history = [{**epoch, "validation_loss": 100 * rate} for epoch in history]
     settings = {"learning_rate": rate}
     return {"metric": metric, "best_epoch": validations.index(best), "history": history, "settings": settings}
 
@@ -36,6 +38,11 @@ def record(metric: str, validations: list[float], rate: float = 1e-3) -> dict[st
 )
 def test_the_best_validation_of_any_epoch_decides(metric: str, validations: list[list[float]], best: int) -> None:
     assert best_training([record(metric, values) for values in validations]) == best
+
+
+def test_of_equal_accuracies_the_lower_loss_decides() -> None:
+    records = [record("accuracy", [0.25, 0.75], rate) for rate in (1e-3, 1e-4, 1e-2)]
+    assert best_training(records) == 1
 
 
 def test_the_best_is_published_as_it_was_with_the_table_of_the_sweep(work: Work, published: Publish) -> None:
