@@ -6,18 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.sources import (
-    CALIBRATION_TEXT,
-    WIKITEXT,
-    ImageSource,
-    ImageTransfer,
-    MixPart,
-    Section,
-    TextSource,
-    TextTransfer,
-)
+from flows.sources import CalibrationConfig, EvaluationConfig, Section, TextSource, ValidationConfig
 from storage.places import check_uri
-from tasks.mixing import apportion
 
 Objective = Literal["kl", "task"]
 AllocationMethod = Literal["measured_kl", "fisher", "uniform_parameters", "uniform_rank"]
@@ -26,8 +16,6 @@ KVRouting = Literal["auto", "input", "output", "untied"]
 Ratio = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0)]
-
-ZERO_SHOT_TASKS = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "piqa", "mathqa")
 
 
 class ModelConfig(Section):
@@ -45,42 +33,6 @@ class ModelConfig(Section):
         "auto", description="What the model is loaded as; auto: by the architecture that its config names."
     )
     trust_remote_code: bool = Field(False, description="Run the model code that travels with the checkpoint.")
-
-
-class CalibrationConfig(Section):
-    """The token blocks that Grams are gathered on and projectors are trained on."""
-
-    text: TextSource = Field(CALIBRATION_TEXT, description="Text to calibrate on.")
-    mix: tuple[MixPart, ...] = Field((), description="Several texts to calibrate on, in place of text; empty: text.")
-    images: tuple[ImageSource, ...] = Field(
-        (), description="Pool of images to calibrate on, for a model that reads images; labels are not needed."
-    )
-    sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap, or of images.")
-    sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
-    seed: int = Field(0, ge=0, description="Seed of the draw.")
-    checkpoint_sequences: int = Field(
-        128,
-        ge=1,
-        description="Sequences between two checkpoints of gather and of the dense outputs; no effect on the result.",
-    )
-
-    @model_validator(mode="after")
-    def _mix_fits(self) -> Self:
-        if self.mix:
-            if self.text != CALIBRATION_TEXT:
-                raise ValueError("give either calibration.text or calibration.mix, not both")
-            texts = [part.text for part in self.mix]
-            twice = [text for index, text in enumerate(texts) if text in texts[:index]]
-            if twice:
-                name = twice[0].path or twice[0].dataset
-                raise ValueError(f"calibration.mix lists {name} twice: list it once, with the sum of the weights")
-            _ = self.shares
-        return self
-
-    @property
-    def shares(self) -> list[int]:
-        """Returns how many sequences each part of the mix gives."""
-        return apportion(self.sequences, [part.weight for part in self.mix], [part.cap for part in self.mix])
 
 
 class AllocationConfig(Section):
@@ -112,51 +64,6 @@ class AllocationConfig(Section):
         """Returns the caps on single units as settings of a stage; what is not given is not said."""
         given = {"min_rank": dict(self.min_rank), "keep_dense": list(self.keep_dense)}
         return {name: value for name, value in given.items() if value}
-
-
-class ValidationConfig(Section):
-    """The held-out token blocks that choose the best epoch; never the test split."""
-
-    text: TextSource | None = Field(
-        None, description="Text to validate on; none: held-out sequences of the calibration text."
-    )
-    images: tuple[ImageSource, ...] = Field(
-        (), description="Images to validate on, with labels for the accuracy; empty: held-out images of the pool."
-    )
-    sequences: int = Field(64, ge=1, description="Number of sequences, or of images.")
-
-
-class EvaluationConfig(Section):
-    """What the dense and the compressed models are compared on."""
-
-    text: TextSource = Field(TextSource(**WIKITEXT, split="test"), description="Test text of the perplexity.")
-    max_tokens: int | None = Field(None, ge=2, description="Use at most this many tokens of the test text; none: all.")
-    sequence_length: int | None = Field(
-        None, ge=2, description="Tokens a window; none: the calibration's sequence length."
-    )
-    bos: Literal["none", "first", "every_window"] = Field(
-        "first",
-        description="Where a beginning-of-sequence token goes: nowhere, before the text, or before every window.",
-    )
-    prompt: str | None = Field(
-        None, min_length=1, description="Text that every evaluated model continues, for the eye; none: no text."
-    )
-    prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
-    images: ImageSource | None = Field(
-        None, description="Labelled test images of an image classifier's own classes; none: no accuracy."
-    )
-    transfer: dict[str, ImageTransfer] = Field(
-        {}, description="Sets of other images, by a name, for linear probes on the frozen features."
-    )
-    text_transfer: dict[str, TextTransfer] = Field(
-        {}, description="Sets of labelled texts, by a name, for linear probes on a text encoder's features."
-    )
-    tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
-    task_folder: Path | None = Field(
-        None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
-    )
-    task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
-    task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
 
 
 class GroupConfig(Section):

@@ -1,9 +1,11 @@
-"""Where data comes from: texts and images, on the hub or in local folders."""
+"""Where data comes from, texts and images, on the hub or in local folders, and which sets are drawn from it."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tasks.mixing import apportion
 
 
 class Section(BaseModel):
@@ -49,6 +51,7 @@ class TextSource(Section):
 
 
 WIKITEXT = {"dataset": "Salesforce/wikitext", "config": "wikitext-2-raw-v1"}
+ZERO_SHOT_TASKS = ("openbookqa", "arc_easy", "winogrande", "hellaswag", "piqa", "mathqa")
 CALIBRATION_TEXT = TextSource(**WIKITEXT)
 
 
@@ -104,3 +107,84 @@ class TextTransfer(Section):
 
     train: LabelledText = Field(description="Texts to fit the probe on.")
     test: LabelledText = Field(description="Texts to test it on, of the same classes.")
+
+
+class CalibrationConfig(Section):
+    """The token blocks that Grams are gathered on and projectors are trained on."""
+
+    text: TextSource = Field(CALIBRATION_TEXT, description="Text to calibrate on.")
+    mix: tuple[MixPart, ...] = Field((), description="Several texts to calibrate on, in place of text; empty: text.")
+    images: tuple[ImageSource, ...] = Field(
+        (), description="Pool of images to calibrate on, for a model that reads images; labels are not needed."
+    )
+    sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap, or of images.")
+    sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
+    seed: int = Field(0, ge=0, description="Seed of the draw.")
+    checkpoint_sequences: int = Field(
+        128,
+        ge=1,
+        description="Sequences between two checkpoints of gather and of the dense outputs; no effect on the result.",
+    )
+
+    @model_validator(mode="after")
+    def _mix_fits(self) -> Self:
+        if self.mix:
+            if self.text != CALIBRATION_TEXT:
+                raise ValueError("give either calibration.text or calibration.mix, not both")
+            texts = [part.text for part in self.mix]
+            twice = [text for index, text in enumerate(texts) if text in texts[:index]]
+            if twice:
+                name = twice[0].path or twice[0].dataset
+                raise ValueError(f"calibration.mix lists {name} twice: list it once, with the sum of the weights")
+            _ = self.shares
+        return self
+
+    @property
+    def shares(self) -> list[int]:
+        """Returns how many sequences each part of the mix gives."""
+        return apportion(self.sequences, [part.weight for part in self.mix], [part.cap for part in self.mix])
+
+
+class ValidationConfig(Section):
+    """The held-out token blocks that choose the best epoch; never the test split."""
+
+    text: TextSource | None = Field(
+        None, description="Text to validate on; none: held-out sequences of the calibration text."
+    )
+    images: tuple[ImageSource, ...] = Field(
+        (), description="Images to validate on, with labels for the accuracy; empty: held-out images of the pool."
+    )
+    sequences: int = Field(64, ge=1, description="Number of sequences, or of images.")
+
+
+class EvaluationConfig(Section):
+    """What the dense and the compressed models are compared on."""
+
+    text: TextSource = Field(TextSource(**WIKITEXT, split="test"), description="Test text of the perplexity.")
+    max_tokens: int | None = Field(None, ge=2, description="Use at most this many tokens of the test text; none: all.")
+    sequence_length: int | None = Field(
+        None, ge=2, description="Tokens a window; none: the calibration's sequence length."
+    )
+    bos: Literal["none", "first", "every_window"] = Field(
+        "first",
+        description="Where a beginning-of-sequence token goes: nowhere, before the text, or before every window.",
+    )
+    prompt: str | None = Field(
+        None, min_length=1, description="Text that every evaluated model continues, for the eye; none: no text."
+    )
+    prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
+    images: ImageSource | None = Field(
+        None, description="Labelled test images of an image classifier's own classes; none: no accuracy."
+    )
+    transfer: dict[str, ImageTransfer] = Field(
+        {}, description="Sets of other images, by a name, for linear probes on the frozen features."
+    )
+    text_transfer: dict[str, TextTransfer] = Field(
+        {}, description="Sets of labelled texts, by a name, for linear probes on a text encoder's features."
+    )
+    tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
+    task_folder: Path | None = Field(
+        None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
+    )
+    task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
+    task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
