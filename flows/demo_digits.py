@@ -28,7 +28,7 @@ from tasks.images import find_images, list_images
 from tasks.processors import find_processor, load_processor
 
 SOURCE_CLASSES = range(7)
-STROKES, PHOTOS = 600, 600
+STROKES, PHOTOS = 300, 300
 PHOTO_SIDES = (24, 97)  # pixels
 LOG = "training_log.json"
 log = logging.getLogger(__name__)

@@ -202,6 +202,7 @@ class Estimates:
             **self._batches(arguments["tokens"]),
             epochs=arguments["epochs"],
             batch_sequences=settings.batch_sequences,
+            epoch_sequences=settings.epoch_sequences,
             validation_sequences=self._tokens[arguments["validation"].key][0],
             modulation_epochs=settings.modulation_epochs,
             dropout=settings.dropout,

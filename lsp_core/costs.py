@@ -247,26 +247,29 @@ def train_cost(
     modulation_epochs: float,
     dropout: float,
     precision_bytes: int,
+    epoch_sequences: int | None = None,
     objective: Literal["kl", "task"] = "kl",
     teacher_kept: bool = True,
 ) -> Cost:
     """Forward and backward of every step in its form, the QR of each V a step, and a validation an epoch.
 
     Frozen weights take the gradient of their input alone, factors their own as well; attention's backward pass makes
-    the scores again. An upper bound: an early stop saves the epochs after it. ``teacher_kept``: the dense outputs come
-    from the store, else a dense pass is added. Checkpoints are not among the bytes written.
+    the scores again. An upper bound: an early stop saves the epochs after it. ``epoch_sequences``: drawn for each
+    epoch, none: all. ``teacher_kept``: the dense outputs come from the store, else a dense pass is added. Checkpoints
+    are not among the bytes written.
     Errors: ``ValueError`` if nothing is removed.
     """
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
     if not active:
         raise ValueError("no unit loses a direction: there is nothing to train")
     tokens, checked = sequences * length, validation_sequences * length * (epochs + 1)
-    steps_per_epoch = math.ceil(sequences / batch_sequences)
+    drawn = min(epoch_sequences or sequences, sequences)
+    steps_per_epoch = math.ceil(drawn / batch_sequences)
     steps = epochs * steps_per_epoch
     modulated = min(steps, max(0, math.ceil(modulation_epochs * steps_per_epoch) - 1))
     whole, rest = divmod(modulated, steps_per_epoch)
-    first_form = length * (whole * sequences + rest * batch_sequences)  # tokens of the activation form
-    second_form = epochs * tokens - first_form
+    first_form = length * (whole * drawn + rest * batch_sequences)  # tokens of the activation form
+    second_form = epochs * drawn * length - first_form
 
     rank = {u.name: u.dimension - removed[u.name] for u in active}
     # a direction that some member's mask keeps widens the factors of all
@@ -279,22 +282,22 @@ def train_cost(
     compressed = shapes.forward(length) + 2.0 * sum(factor_products(u, rank[u.name]) - u.parameters for u in active)
     probe = _probe(shapes)
     flops = gradient + checked * compressed + orthogonality + making + probe.flops
-    targets = epochs * sequences * (length - (objective == "task"))
+    targets = epochs * drawn * (length - (objective == "task"))
     predicted = checked - validation_sequences * (epochs + 1)
     heads = targets * 2 * shapes.logits() + predicted * shapes.logits() + probe.head_flops
     softmaxes = targets + predicted
     if objective == "kl" and not teacher_kept:
-        flops += epochs * tokens * shapes.forward(length)
-        heads += epochs * tokens * shapes.statistic()
-        softmaxes += epochs * tokens
+        flops += epochs * drawn * length * shapes.forward(length)
+        heads += epochs * drawn * length * shapes.statistic()
+        softmaxes += epochs * drawn * length
     products, solvers = orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
 
-    micro_batch = min(micro_batch, batch_sequences, sequences)
+    micro_batch = min(micro_batch, batch_sequences, drawn)
     working = training_peak(
         shapes,
         units,
         removed,
-        shapes.examples(min(2 * micro_batch, batch_sequences, sequences), length),
+        shapes.examples(min(2 * micro_batch, batch_sequences, drawn), length),
         micro_batch=micro_batch,
         modulated=modulated > 0,
         precision=_precision(precision_bytes),

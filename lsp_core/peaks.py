@@ -133,6 +133,8 @@ def training_peak(
     labels = torch.zeros(len(tokens), dtype=torch.long) if shapes.kind == "classifier" else None
     if objective == "kl" and teacher_kept and shapes.keeps_teacher:
         positions = shapes.positions or tokens.shape[1]
+        if shapes.inputs.decoder_start is not None:
+            positions = shapes.inputs.targets(tokens).shape[1]
         m = torch.empty(len(tokens), positions, shapes.hidden, dtype=_wide(shapes), device=META)
         teacher = TeacherStatistic(m=m, c=m[..., 0], entropy=m[..., 0])
     settings = TrainingSettings(

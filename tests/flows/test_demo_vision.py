@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoModelForImageClassification
 
-from flows import demo_digits
+from flows import commands, demo_digits, demo_vision
+from flows.commands import Demo
 from flows.demo_digits import (
     LOG,
     SOURCE_CLASSES,
@@ -25,7 +26,7 @@ from flows.demo_digits import (
 )
 from flows.demo_vision import POOLS, RATIOS, TRANSFER, gains, vision_config
 from storage.digest import digest_folder
-from tasks.images import calibrate_images, find_images, list_images
+from tasks.images import find_images, list_images
 
 TINY = DigitsTraining(image_size=8, hidden_size=16, intermediate_size=24, blocks=2, heads=2, epochs=1, warmup_steps=2)
 Folders = dict[str, Path]
@@ -111,7 +112,6 @@ def test_pools_are_of_one_size_and_hold_nothing_that_is_tested_on(folders: Folde
         for source in config.validation.images:
             assert len(list_images(find_images(**source.model_dump())).labels) >= config.validation.sequences
         assert [target.ratio for target in config.targets if target.objective == "kl"] == list(RATIOS)
-    assert calibrate_images.name == "calibrate"
 
 
 def results(folder: Path) -> tuple[str, Any]:
@@ -164,6 +164,18 @@ def test_gains_compare_the_pools_ratio_by_ratio() -> None:
     assert [len(line) for line in lines] == [len(lines[0])] * (3 + len(RATIOS))
     assert lines[2].split("|")[1:3] == ["   dense ", "          99.0% "]
     assert lines[3].split() == ["|", "30%", "|", "90.0%", "|", "90.0%", "|", "77.0%", "|", "81.5%", "|", "+4.5", "|"]
+
+
+def test_the_command_has_no_use_for_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ({"retrain": True}, {"text": tmp_path}):
+        with pytest.raises(ValueError, match="drop --text and --retrain"):
+            Demo(vision=True, **other)
+    started: list[dict[str, Any]] = []
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.setattr(commands, "import_prefect", lambda: None)  # it starts a server
+    monkeypatch.setattr(demo_vision, "demo_vision", lambda **given: started.append(given))
+    Demo(vision=True, output=tmp_path, store=str(tmp_path / "store")).cli_cmd()
+    assert started == [{"output": tmp_path / "vision", "store": str(tmp_path / "store")}]
 
 
 @pytest.mark.slow

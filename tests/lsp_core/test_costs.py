@@ -241,6 +241,17 @@ def test_training_takes_the_flops_that_are_counted(real, family, modulation_epoc
         assert 0 < cost.gradient_flops < cost.flops
 
 
+@pytest.mark.parametrize("modulation_epochs", [0.0, 1.0, 9.0])
+def test_epochs_that_are_drawn_take_the_flops_that_are_counted(real, modulation_epochs):
+    """A batch of 4 and one of a single sequence make an epoch; all 6 have a teacher."""
+    case, shapes, removed = real("llama")
+    settings = {"modulation_epochs": modulation_epochs, "dropout": 0.0, "epoch_sequences": 5}
+    for teacher_kept in (True, False):
+        run, _ = train(case, removed, teacher_kept=teacher_kept, **settings)
+        cost = training_cost(case, shapes, removed, teacher_kept=teacher_kept, **settings)
+        assert products(cost) == pytest.approx(run, rel=1e-9)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_masks_and_readers_of_the_first_input_change_a_few_percent(real, family):
     """How far the masks widen the factors is expected, not known: at K = 30, 0.14 +- 0.06 of it for a tie of three.
