@@ -156,7 +156,9 @@ class Estimates:
         return calibrate_cost(sequences=sequences, length=length, text_bytes=sum(sizes))
 
     def _gather(self, arguments: Arguments, _: str) -> Cost:
-        return self._once(gather_cost, **self._batches(arguments["tokens"]), precision_bytes=self.precision_bytes)
+        batches = self._batches(arguments["tokens"])
+        batches["sequences"] = min(batches["sequences"], arguments.get("sequences", batches["sequences"]))
+        return self._once(gather_cost, **batches, precision_bytes=self.precision_bytes)
 
     def _bases(self, arguments: Arguments, _: str) -> Cost:
         return self._once(bases_cost, precision_bytes=self.precision_bytes, init=arguments["init"])

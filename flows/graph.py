@@ -93,6 +93,7 @@ def initialize(stages: Runner, prepared: Prepared, sets: Sets) -> Initial:
         tokens=sets.training,
         precision=prepared.precision,
         hints={"checkpoint_sequences": config.calibration.checkpoint_sequences},
+        **({} if config.calibration.gram_sequences is None else {"sequences": config.calibration.gram_sequences}),
         **config.discovery.arguments,
     )
     seed = {"seed": config.init_seed} if config.init == "random" else {}

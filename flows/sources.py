@@ -119,6 +119,9 @@ class CalibrationConfig(Section):
     )
     sequences: int = Field(1024, ge=1, description="Number of sequences, drawn without overlap, or of images.")
     sequence_length: int = Field(2048, ge=2, description="Tokens a sequence, at most the model's positions.")
+    gram_sequences: int | None = Field(
+        None, ge=1, description="Sequences or images that Grams are gathered on, the first of the draw; none: all."
+    )
     seed: int = Field(0, ge=0, description="Seed of the draw.")
     checkpoint_sequences: int = Field(
         128,

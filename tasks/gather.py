@@ -30,11 +30,13 @@ def gather(
     precision: Literal["float32", "float64"],
     include: list[str] | None = None,
     groups: list[dict[str, Any]] | None = None,
+    sequences: int | None = None,
     checkpoint_sequences: int = 128,
 ) -> None:
     """Publishes the units, one Gram matrix (D, D) each, and why each other matrix of a block is left alone.
 
-    ``checkpoint_sequences``, a hint: sequences between two saves of the sums so far.
+    ``sequences``: of the first so many examples alone, none: of all. ``checkpoint_sequences``, a hint: examples between
+    two saves of the sums so far.
     """
     loaded = load_model(model, work.runtime.device)
     found = discover(
@@ -52,7 +54,7 @@ def gather(
         grams = gather_grams(
             loaded,
             found.units,
-            examples.values,
+            examples.values[:sequences],
             inputs=examples.inputs,
             micro_batch=work.runtime.micro_batch,
             precision=getattr(torch, precision),

@@ -76,7 +76,7 @@ def test_the_settings_are_the_papers(name: str) -> None:
     assert (config.training.dropout, config.training.orthogonality) == (paper["dropout"], 0.05)
     assert config.training.modulation_epochs == 1
     if paper["images"]:
-        assert (config.calibration.sequences, config.allocation.sequences) == (10_000, 4096)
+        assert (config.calibration.gram_sequences, config.allocation.sequences) == (10_000, 4096)
         assert config.training.epoch_sequences == 4096
     else:
         assert (config.calibration.sequences, config.calibration.sequence_length) == (1024, 2048)

@@ -54,6 +54,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "calibration.mix.cap": (3, DRAWN),
     "calibration.sequences": (20, {"calibrate training", "calibrate allocation"}),
     "calibration.sequence_length": (24, DRAWN | {"calibrate test"}),
+    "calibration.gram_sequences": (8, {"gather"}),
     "calibration.seed": (1, DRAWN),
     "calibration.checkpoint_sequences": (1, NOTHING),
     "discovery.kv_routing": ("untied", {"gather"}),
