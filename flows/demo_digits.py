@@ -57,11 +57,15 @@ def write_images(folder: Path) -> dict[str, Path]:
     """Writes the demo's images below ``folder`` and returns their folders by name.
 
     ``train``, ``validation``, ``test``: digits 0 to 6; ``transfer-train``, ``transfer-test``: digits 7 to 9, in halves;
-    ``strokes``, ``photos``: unlabelled. Files that are there with the right content are left alone.
+    ``strokes``, ``photos``, and ``validation-unlabelled``, the images of ``validation``: without labels. Files that are
+    there with the right content are left alone.
     """
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        _write(folder / split_of(number, int(label)) / str(label) / f"{number:04}.png", _grey(image))
+        split = split_of(number, int(label))
+        _write(folder / split / str(label) / f"{number:04}.png", _grey(image))
+        if split == "validation":
+            _write(folder / "validation-unlabelled" / f"{number:04}.png", _grey(image))
     for number, image in enumerate(strokes(STROKES)):
         _write(folder / "strokes" / f"{number:04}.png", _grey(image))
     for number, image in enumerate(photo_squares(PHOTOS)):

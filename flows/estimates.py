@@ -20,10 +20,9 @@ from lsp_core.costs import (
     measure_cost,
     merge_cost,
     select_cost,
-    teacher_cost,
-    train_cost,
 )
 from lsp_core.shapes import Cost, shapes_of
+from lsp_core.training_costs import teacher_cost
 from storage.digest import canonical_json
 from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
@@ -199,7 +198,6 @@ class Estimates:
     def _train(self, arguments: Arguments, key: str) -> Cost:
         settings = self.prepared.config.training
         return self._once(
-            train_cost,
             removed=self._removed[key],
             **self._batches(arguments["tokens"]),
             epochs=arguments["epochs"],

@@ -7,20 +7,15 @@ sequences is added. ``micro_batch``, ``sequences`` and ``length`` are those of t
 and bases.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import torch
 
 from lsp_core.basis import Init
 from lsp_core.flops import (
-    activation_form_flops,
     backward_flops,
-    factor_form_flops,
     factor_products,
     merge_flops,
-    orthogonal_flops,
     projection_flops,
 )
 from lsp_core.peaks import (
@@ -32,8 +27,6 @@ from lsp_core.peaks import (
     merging_peak,
     perplexity_peak,
     projecting_peak,
-    teacher_peak,
-    training_peak,
 )
 from lsp_core.sensitivity import counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, Shapes
@@ -42,7 +35,6 @@ from lsp_core.units import Unit
 TOKEN_BYTES = 4  # a token id in the store
 PROBE = 8  # tokens of the two passes that check the head
 MERGE_PROBE = 16  # tokens of the two passes that check a merge
-TEACHER_PART = 128  # sequences that the teacher's statistic is put together from
 EIGH = 9  # D^3 of a symmetric eigendecomposition: 4/3 to a tridiagonal matrix, 2 back, the rest between
 
 
@@ -69,13 +61,13 @@ def gather_cost(
     tokens = sequences * length
     grams = sum(2.0 * u.dimension**2 * (len(u.members) if u.side == "output" else 1) for u in units)
     batch = shapes.examples(min(micro_batch, sequences), length)
-    working = gather_peak(shapes, units, batch, _precision(precision_bytes))
+    working = gather_peak(shapes, units, batch, dtype_of(precision_bytes))
     return Cost(
         flops=tokens * shapes.forward(length),
         flops64=tokens * grams,
         peak_bytes=shapes.weight_bytes + working + (8 * tokens if shapes.on_host else 0),
         read_bytes=shapes.stored_bytes + TOKEN_BYTES * tokens,
-        written_bytes=_basis_bytes(units, precision_bytes),
+        written_bytes=basis_bytes(units, precision_bytes),
     )
 
 
@@ -97,8 +89,8 @@ def bases_cost(shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, i
     if init == "random":
         working = max(unit.dimension**2 for unit in units) * (precision_bytes + (4 * 8 if shapes.on_host else 0))
     else:
-        working = bases_peak(shapes, units, _precision(precision_bytes), init)
-    kept = _basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
+        working = bases_peak(shapes, units, dtype_of(precision_bytes), init)
+    kept = basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
     return Cost(
         flops64=products,
         solver_flops=solvers,
@@ -130,20 +122,20 @@ def measure_cost(
     flops = shapes.forward(length) + (shapes.forward(length) - shapes.forward(length, last))
     flops += sum(len(counts[u.name]) * shapes.forward(length, u.block) for u in units)
     heads = shapes.statistic() + candidates * shapes.logits()
-    probe = _probe(shapes)
+    probe = probe_cost(shapes)
     batch = shapes.examples(min(micro_batch, sequences), length)
     checked = {unit.block for unit in units} - {0}
     probe_flops = probe.flops + len(batch) * length * sum(shapes.forward(length, block) for block in checked)
     checked_heads = 0.0 if shapes.linear_head else len(batch) * length * len(checked) * shapes.logits()
-    working = measure_peak(shapes, units, batch, _precision(precision_bytes))
-    kept = (sequences - len(batch)) * length * _streamed_bytes(shapes)
+    working = measure_peak(shapes, units, batch, dtype_of(precision_bytes))
+    kept = (sequences - len(batch)) * length * streamed_bytes(shapes)
     return Cost(
         flops=tokens * flops + probe_flops,
         head_flops=tokens * heads + probe.head_flops + checked_heads,
         flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=tokens * (1 + candidates) * float(shapes.vocabulary),
         peak_bytes=shapes.weight_bytes + working + kept,
-        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
+        read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
     )
 
@@ -165,7 +157,7 @@ def fisher_cost(
     gradient = shapes.forward(length) + backward_flops(shapes, length, 0)
     gradient += 2.0 * sum(unit.parameters for unit in units[1:])
     counts = {unit.name: counts_to_measure(unit, removal_counts(unit, points)) for unit in units}
-    probe = _probe(shapes)
+    probe = probe_cost(shapes)
     return Cost(
         flops=tokens * gradient + probe.flops,
         gradient_flops=tokens * gradient,
@@ -173,8 +165,8 @@ def fisher_cost(
         flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=float(tokens) * shapes.vocabulary,
         peak_bytes=shapes.weight_bytes
-        + fisher_peak(shapes, units, shapes.examples(1, length), _precision(precision_bytes)),
-        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
+        + fisher_peak(shapes, units, shapes.examples(1, length), dtype_of(precision_bytes)),
+        read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
     )
 
@@ -192,16 +184,16 @@ def joint_cost(
 ) -> Cost:
     """A dense pass with its statistic, and ``measurements`` passes of the model cut as ``removed`` or near it."""
     tokens = sequences * length
-    probe = _probe(shapes)
+    probe = probe_cost(shapes)
     batch = shapes.examples(min(micro_batch, sequences), length)
-    working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
+    working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes))
     return Cost(
         flops=tokens * (1 + measurements) * shapes.forward(length) + probe.flops,
         head_flops=tokens * (shapes.statistic() + measurements * shapes.logits()) + probe.head_flops,
         flops64=measurements * sum(projection_flops(unit, removed.get(unit.name, 0)) for unit in units),
         logits=tokens * (1 + measurements) * float(shapes.vocabulary),
-        peak_bytes=shapes.weight_bytes + working + (sequences - len(batch)) * length * _streamed_bytes(shapes),
-        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
+        peak_bytes=shapes.weight_bytes + working + (sequences - len(batch)) * length * streamed_bytes(shapes),
+        read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=64 * len(units),
     )
 
@@ -211,121 +203,9 @@ def allocate_cost(units: Sequence[Unit], *, points: int) -> Cost:
     return Cost(read_bytes=len(units) * (points - 1) * (8 + 1 + 8), written_bytes=64 * len(units))
 
 
-def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: int) -> Cost:
-    """One forward pass and the statistic of each token; nothing is kept of a head that is not linear."""
-    tokens = sequences * length
-    probe = _probe(shapes)
-    if not shapes.keeps_teacher:
-        return Cost(peak_bytes=shapes.weight_bytes, read_bytes=shapes.stored_bytes)
-    batch = shapes.examples(min(micro_batch, sequences), length)
-    working = teacher_peak(shapes, batch)
-    whole = tokens * shapes.statistic_bytes
-    if shapes.on_host:  # parts are kept on the CPU and joined at the end, beside the pieces of the last
-        last = min(sequences, TEACHER_PART) * length * shapes.statistic_bytes
-        working = max(working + whole - batch.numel() * shapes.statistic_bytes, 2 * whole + last) + 8 * tokens
-    return Cost(
-        flops=tokens * shapes.forward(length) + probe.flops,
-        head_flops=tokens * shapes.statistic() + probe.head_flops,
-        logits=float(tokens) * shapes.vocabulary,
-        peak_bytes=shapes.weight_bytes + working,
-        read_bytes=shapes.stored_bytes + TOKEN_BYTES * tokens,
-        written_bytes=whole,
-    )
-
-
-def train_cost(
-    shapes: Shapes,
-    units: Sequence[Unit],
-    removed: Mapping[str, int],
-    *,
-    sequences: int,
-    length: int,
-    micro_batch: int,
-    epochs: int,
-    batch_sequences: int,
-    validation_sequences: int,
-    modulation_epochs: float,
-    dropout: float,
-    precision_bytes: int,
-    epoch_sequences: int | None = None,
-    objective: Literal["kl", "task"] = "kl",
-    teacher_kept: bool = True,
-) -> Cost:
-    """Forward and backward of every step in its form, the QR of each V a step, and a validation an epoch.
-
-    Frozen weights take the gradient of their input alone, factors their own as well; attention's backward pass makes
-    the scores again. An upper bound: an early stop saves the epochs after it. ``epoch_sequences``: drawn for each
-    epoch, none: all. ``teacher_kept``: the dense outputs come from the store, else a dense pass is added. Checkpoints
-    are not among the bytes written.
-    Errors: ``ValueError`` if nothing is removed.
-    """
-    active = [unit for unit in units if removed.get(unit.name, 0) > 0]
-    if not active:
-        raise ValueError("no unit loses a direction: there is nothing to train")
-    tokens, checked = sequences * length, validation_sequences * length * (epochs + 1)
-    drawn = min(epoch_sequences or sequences, sequences)
-    steps_per_epoch = math.ceil(drawn / batch_sequences)
-    steps = epochs * steps_per_epoch
-    modulated = min(steps, max(0, math.ceil(modulation_epochs * steps_per_epoch) - 1))
-    whole, rest = divmod(modulated, steps_per_epoch)
-    first_form = length * (whole * drawn + rest * batch_sequences)  # tokens of the activation form
-    second_form = epochs * drawn * length - first_form
-
-    rank = {u.name: u.dimension - removed[u.name] for u in active}
-    # a direction that some member's mask keeps widens the factors of all
-    wider = {u.name: rank[u.name] + removed[u.name] * (1 - (1 - dropout) ** len(u.members)) for u in active}
-    gradient = first_form * activation_form_flops(shapes, active, removed, length)
-    gradient += second_form * factor_form_flops(shapes, active, wider, length)
-    orthogonality = steps * sum(6.0 * u.dimension * removed[u.name] ** 2 for u in active)
-    making = sum(4.0 * (steps - modulated) * wider[u.name] * u.parameters for u in active)  # W E, and back to E
-    making += sum(2.0 * (epochs + 1) * rank[u.name] * u.parameters for u in active)
-    compressed = shapes.forward(length) + 2.0 * sum(factor_products(u, rank[u.name]) - u.parameters for u in active)
-    probe = _probe(shapes)
-    flops = gradient + checked * compressed + orthogonality + making + probe.flops
-    targets = epochs * drawn * (length - (objective == "task"))
-    predicted = checked - validation_sequences * (epochs + 1)
-    heads = targets * 2 * shapes.logits() + predicted * shapes.logits() + probe.head_flops
-    softmaxes = targets + predicted
-    if objective == "kl" and not teacher_kept:
-        flops += epochs * drawn * length * shapes.forward(length)
-        heads += epochs * drawn * length * shapes.statistic()
-        softmaxes += epochs * drawn * length
-    products, solvers = orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
-
-    micro_batch = min(micro_batch, batch_sequences, drawn)
-    working = training_peak(
-        shapes,
-        units,
-        removed,
-        shapes.examples(min(2 * micro_batch, batch_sequences, drawn), length),
-        micro_batch=micro_batch,
-        modulated=modulated > 0,
-        precision=_precision(precision_bytes),
-        objective=objective,
-        dropout=dropout,
-        teacher_kept=teacher_kept,
-    )
-    statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept and shapes.keeps_teacher else 0
-    vectors, bases = _vector_bytes(shapes, active, removed), _basis_bytes(units, precision_bytes)
-    ids = tokens + validation_sequences * length
-    if shapes.on_host:
-        working += bases + statistic + 2 * vectors + 8 * ids  # the best V, and the one that takes its place
-    return Cost(
-        flops=flops,
-        gradient_flops=gradient,
-        head_flops=heads,
-        flops64=products,
-        solver_flops=solvers,
-        logits=float(softmaxes) * shapes.vocabulary,
-        peak_bytes=shapes.weight_bytes + working,
-        read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * ids,
-        written_bytes=vectors,
-    )
-
-
 def select_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]) -> Cost:
     """Copies the V's of one training; the other trainings' histories are small."""
-    vectors = _vector_bytes(shapes, units, removed)
+    vectors = vector_bytes(shapes, units, removed)
     return Cost(read_bytes=vectors, written_bytes=vectors)
 
 
@@ -335,13 +215,13 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
     On the CPU whatever the device, whose peak is 0 then.
     """
     probe = MERGE_PROBE * shapes.forward(MERGE_PROBE) * 2
-    vectors = _vector_bytes(shapes, units, removed)
+    vectors = vector_bytes(shapes, units, removed)
     saved = sum(unit.saved(removed.get(unit.name, 0)) for unit in units)
     peak = 0
     if shapes.on_host:
         projected = projecting_peak(shapes, units, removed, shapes.examples(1, MERGE_PROBE))
         working = max(projected, merging_peak(shapes, units, removed))
-        peak = shapes.weight_bytes + _basis_bytes(units, precision_bytes) + vectors + working
+        peak = shapes.weight_bytes + basis_bytes(units, precision_bytes) + vectors + working
     products, solvers = merge_flops(units, removed)
     return Cost(
         flops=probe,
@@ -349,7 +229,7 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
         flops64=products,
         solver_flops=2 * solvers,
         peak_bytes=peak,
-        read_bytes=shapes.stored_bytes + _basis_bytes(units, precision_bytes) + vectors,
+        read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + vectors,
         written_bytes=(shapes.parameters - saved) * shapes.dtype.itemsize,
     )
 
@@ -373,7 +253,7 @@ def evaluate_cost(
     prompt's continuation nor lm-eval's tasks are counted.
     """
     removed = removed or {}
-    tokens, probe = sequences * length, _probe(shapes)
+    tokens, probe = sequences * length, probe_cost(shapes)
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
     change = sum(factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
     saved = sum(unit.saved(removed[unit.name]) for unit in active) * shapes.dtype.itemsize
@@ -385,7 +265,7 @@ def evaluate_cost(
     if checkpoint:
         read += (shapes.parameters * shapes.dtype.itemsize - saved) - shapes.stored_bytes
     elif active:
-        kept = _basis_bytes(units, precision_bytes)
+        kept = basis_bytes(units, precision_bytes)
         read += kept
         products, solvers = merge_flops(units, removed)
         host = kept if shapes.on_host else 0
@@ -398,8 +278,8 @@ def evaluate_cost(
         products += sum(projection_flops(unit, removed[unit.name]) for unit in active)
         logits += 2.0 * tokens
         read += TOKEN_BYTES * tokens
-        working = joint_peak(shapes, units, removed, batch, _precision(precision_bytes))
-        kept = (kl_sequences - len(batch)) * length * _streamed_bytes(shapes)
+        working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes))
+        kept = (kl_sequences - len(batch)) * length * streamed_bytes(shapes)
         peak = max(peak, shapes.weight_bytes + working + kept)
     return Cost(
         flops=flops,
@@ -413,24 +293,24 @@ def evaluate_cost(
     )
 
 
-def _probe(shapes: Shapes) -> Cost:
+def probe_cost(shapes: Shapes) -> Cost:
     """The two passes over a few tokens that compare the head with the model's logits."""
     heads = 2 if shapes.linear_head else 1
     return Cost(flops=2 * PROBE * shapes.forward(PROBE), head_flops=heads * PROBE * shapes.logits())
 
 
-def _basis_bytes(units: Iterable[Unit], precision_bytes: int) -> int:
+def basis_bytes(units: Iterable[Unit], precision_bytes: int) -> int:
     return sum(unit.dimension**2 for unit in units) * precision_bytes
 
 
-def _vector_bytes(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, int]) -> int:
+def vector_bytes(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, int]) -> int:
     return sum(unit.dimension * removed.get(unit.name, 0) for unit in units) * max(4, shapes.dtype.itemsize)
 
 
-def _streamed_bytes(shapes: Shapes) -> int:
+def streamed_bytes(shapes: Shapes) -> int:
     """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token."""
     return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + 8
 
 
-def _precision(precision_bytes: int) -> torch.dtype:
+def dtype_of(precision_bytes: int) -> torch.dtype:
     return torch.float64 if precision_bytes == 8 else torch.float32

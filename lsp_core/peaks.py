@@ -70,7 +70,7 @@ def fisher_peak(shapes: Shapes, units: Sequence[Unit], example: Tensor, precisio
     """All bases, a squared gradient a weight, the passes over one ``example`` (1, T), and a candidate."""
 
     def some() -> None:
-        fisher = Fisher(shapes.model, units, empty_bases(units, precision), example.to(META))
+        fisher = Fisher(shapes.model, units, empty_bases(units, precision), example.to(META), inputs=shapes.inputs)
         for unit in distinct(units):
             fisher.measure(unit.name, max(1, unit.dimension // 2))
 

@@ -111,7 +111,9 @@ def test_pools_are_of_one_size_and_hold_nothing_that_is_tested_on(folders: Folde
             assert source.cap <= listed
         for source in config.validation.images:
             assert len(list_images(find_images(**source.model_dump())).labels) >= config.validation.sequences
-        assert [target.ratio for target in config.targets if target.objective == "kl"] == list(RATIOS)
+        assert [target.ratio for target in config.targets] == list(RATIOS)
+        labelled = all((list_images(find_images(**s.model_dump())).labels >= 0).all() for s in config.validation.images)
+        assert labelled == all(target.objective == "task" for target in config.targets)
 
 
 def results(folder: Path) -> tuple[str, Any]:

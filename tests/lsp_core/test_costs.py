@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lsp_core import costs
+from lsp_core import costs, training_costs
 from lsp_core.basis import ordered_basis
 from lsp_core.discovery import discover_units
 from lsp_core.fisher import Fisher
@@ -186,7 +186,7 @@ def test_joint_measurements_take_the_flops_that_are_counted(real, family):
 def test_the_teacher_takes_the_flops_and_bytes_that_are_counted(real, family):
     case, shapes, _ = real(family)
     sequences, length = case.tokens.shape
-    cost = costs.teacher_cost(shapes, sequences=sequences, length=length, micro_batch=MICRO_BATCH)
+    cost = training_costs.teacher_cost(shapes, sequences=sequences, length=length, micro_batch=MICRO_BATCH)
     run = counted(lambda: cache_teacher(case.model, case.tokens, micro_batch=MICRO_BATCH))
     assert products(cost) == pytest.approx(run, rel=1e-9)
     statistic = cache_teacher(case.model, case.tokens, micro_batch=MICRO_BATCH)
@@ -224,7 +224,7 @@ def training_cost(case, shapes, removed, **settings):
         "validation_sequences": 2,
         "precision_bytes": 8,
     }
-    return costs.train_cost(shapes, case.units, removed, **given | settings)
+    return training_costs.train_cost(shapes, case.units, removed, **given | settings)
 
 
 @pytest.mark.parametrize("objective", ["kl", "task"])
@@ -321,8 +321,8 @@ def stage_costs(shapes, units, removed, *, sequences=8, length=32, micro_batch=2
     return {
         "gather": costs.gather_cost(shapes, units, **sizes, precision_bytes=8),
         "measure": costs.measure_cost(shapes, units, points=points, **sizes, precision_bytes=8),
-        "teacher": costs.teacher_cost(shapes, **sizes),
-        "train": costs.train_cost(
+        "teacher": training_costs.teacher_cost(shapes, **sizes),
+        "train": training_costs.train_cost(
             shapes,
             units,
             removed,
@@ -349,7 +349,8 @@ def test_more_work_costs_more(real, change):
         assert all(getattr(more[stage], name) >= getattr(cost, name) for name in GROWING), stage
     if "micro_batch" in change:
         assert all(more[stage].peak_bytes > less[stage].peak_bytes for stage in less)
-        assert all(more[stage].flops == less[stage].flops for stage in less)
+        assert all(more[stage].flops == less[stage].flops for stage in less.keys() - {"measure"})
+        assert more["measure"].flops > less["measure"].flops  # one micro-batch a block is for the check
 
 
 def test_memory_of_the_host_is_not_the_device_s(real):
