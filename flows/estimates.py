@@ -22,7 +22,7 @@ from lsp_core.costs import (
     select_cost,
 )
 from lsp_core.shapes import Cost, shapes_of
-from lsp_core.training_costs import teacher_cost
+from lsp_core.training_costs import teacher_cost, train_cost
 from storage.digest import canonical_json
 from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
@@ -198,6 +198,7 @@ class Estimates:
     def _train(self, arguments: Arguments, key: str) -> Cost:
         settings = self.prepared.config.training
         return self._once(
+            train_cost,
             removed=self._removed[key],
             **self._batches(arguments["tokens"]),
             epochs=arguments["epochs"],
