@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.sources import CalibrationConfig, EvaluationConfig, Section, TextSource, ValidationConfig
+from flows.sources import CalibrationConfig, EvaluationConfig, ImageSource, Section, TextSource, ValidationConfig
 from storage.places import check_uri
 
 Objective = Literal["kl", "task"]
@@ -46,6 +46,9 @@ class AllocationConfig(Section):
     sequences: int = Field(64, ge=1, description="Sequences the KL grid is measured on, of the calibration set.")
     text: TextSource | None = Field(
         None, description="Another text to measure the grid on; none: the calibration set's own."
+    )
+    images: tuple[ImageSource, ...] = Field(
+        (), description="Other images to measure the grid on; empty: the calibration set's own."
     )
     grid_points: int | None = Field(
         None, ge=2, le=64, description="n: removal fractions i/n are measured; none: 8, and 16 from 3B parameters on."
@@ -275,10 +278,11 @@ class CompressConfig(Section):
 
     @model_validator(mode="after")
     def _subsets_fit(self) -> Self:
-        if self.allocation.text is None and self.allocation.sequences > self.calibration.sequences:
+        own = self.allocation.text is not None or self.allocation.images
+        if not own and self.allocation.sequences > self.calibration.sequences:
             raise ValueError(
                 f"allocation.sequences={self.allocation.sequences} are drawn from calibration.sequences="
-                f"{self.calibration.sequences}: lower the first, raise the second, or give allocation.text"
+                f"{self.calibration.sequences}: lower the first, raise the second, or give allocation.text (or images)"
             )
         if self.discovery.kv_routing == "input" and not self.discovery.tie:
             raise ValueError(

@@ -169,6 +169,7 @@ def _data(
     if model.processor is None:
         given = {"calibration.images": calibration.images, "validation.images": validation.images}
         given |= {"evaluation.images": evaluation.images, "evaluation.transfer": evaluation.transfer}
+        given["allocation.images"] = config.allocation.images
         _refuse(given, f"{model.name} reads text: it is for models that read images, drop it")
         if evaluation.text_transfer and model.gives_text:
             raise ValueError("evaluation.text_transfer is for encoders: a language model is judged by its perplexity")
@@ -185,6 +186,7 @@ def _data(
         missing = "evaluation.images" if calibration.images else "calibration.images"
         raise ValueError(f"{missing}: {model.name} reads images, name some")
     pools = {"calibration": calibration.images, "validation": validation.images, "test": (evaluation.images,)}
+    pools["allocation"] = config.allocation.images
     for name, pair in evaluation.transfer.items():
         pools |= {transferred(name, "train"): (pair.train,), transferred(name, "test"): (pair.test,)}
     return {}, pools

@@ -137,6 +137,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
 # What is for models that read images, and for encoders, is refused as a whole.
 OTHERS = (
     "calibration.images.",
+    "allocation.images.",
     "validation.images.",
     "evaluation.images.",
     "evaluation.transfer.",
@@ -179,6 +180,7 @@ def test_every_field_has_a_decision() -> None:
     ("section", "field", "value"),
     [
         ("calibration", "images", [{"path": "."}]),
+        ("allocation", "images", [{"path": "."}]),
         ("validation", "images", [{"path": "."}]),
         ("evaluation", "images", {"path": "."}),
         ("evaluation", "transfer", {"name": {"train": {"path": "."}, "test": {"path": "."}}}),

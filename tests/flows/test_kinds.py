@@ -280,6 +280,25 @@ def test_an_encoder_decoder_continues_a_prompt(runs: Runs, tmp_path: Path) -> No
     assert result["continuation"] == tokenizer.decode(made[0, -3:])
 
 
+def test_the_grid_may_be_measured_on_other_images_and_grams_gathered_on_fewer(runs: Runs, tmp_path: Path) -> None:
+    config = runs.config("vit", tmp_path, targets=BOTH[:1])
+    allocation = {"sequences": 4, "images": [{"path": runs.data["others"]}]}
+    changed = runs.config("vit", tmp_path, targets=BOTH[:1], allocation=allocation)
+    fewer = config.calibration.model_copy(update={"gram_sequences": 3})
+    keys = [
+        {stage["label"]: stage["key"] for stage in plan(one)["stages"] if stage["key"] is not None}
+        for one in (config, changed, config.model_copy(update={"calibration": fewer}))
+    ]
+    same = keys[0].keys() & keys[1].keys()
+    assert {label for label in same if keys[0][label] != keys[1][label]} == {"calibrate allocation"}
+    compress(config.model_copy(update={"calibration": fewer, "store": runs.config("vit").store}))
+    stages = plan(config.model_copy(update={"calibration": fewer, "store": runs.config("vit").store}))["stages"]
+    assert {stage["state"] for stage in stages} == {"hit"}
+    gather = {stage["label"]: stage["key"] for stage in stages}["gather"]
+    whole = {stage["label"]: stage["key"] for stage in plan(runs.config("vit"))["stages"]}["gather"]
+    assert gather != whole
+
+
 POOL = {"sequences": 12, "sequence_length": 16}
 TASK = BOTH[1:]
 
