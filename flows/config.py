@@ -284,6 +284,15 @@ class CompressConfig(Section):
                 f"allocation.sequences={self.allocation.sequences} are drawn from calibration.sequences="
                 f"{self.calibration.sequences}: lower the first, raise the second, or give allocation.text (or images)"
             )
+        for name, part in (
+            ("calibration.gram_sequences", self.calibration.gram_sequences),
+            ("training.epoch_sequences", self.training.epoch_sequences),
+        ):
+            if part is not None and part >= self.calibration.sequences:
+                raise ValueError(
+                    f"{name}={part} are some of calibration.sequences={self.calibration.sequences}: lower it, or leave "
+                    "it out for all"
+                )
         if self.discovery.kv_routing == "input" and not self.discovery.tie:
             raise ValueError(
                 "discovery.kv_routing=input ties Q, K and V, discovery.tie=false forbids ties: drop one of the two"
@@ -304,7 +313,7 @@ def cross_product(
     amounts: list[dict[str, Any]] = [{"ratio": ratio} for ratio in ratios]
     if not ratios:
         by_amount = {target.amount: target for target in given}
-        kept = {"ratio", "fit_gib", "max_kl"}
+        kept = {"ratio", "fit_gib", "max_kl", "epochs"}
         amounts = [target.model_dump(include=kept, exclude_none=True) for target in by_amount.values()]
     return [{**amount, "objective": objective} for objective in objectives for amount in amounts]
 

@@ -141,6 +141,8 @@ def train_target(
     if settings["epoch_sequences"] is None:
         del settings["epoch_sequences"]
     rates = config.training.rates
+    if len(rates) > 1:
+        settings["keep_diverged"] = True
     trainings = [
         stages.run(
             train,

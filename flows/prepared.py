@@ -86,15 +86,16 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
     device = resolve_device(config.device)
     digest = _digest(verify=config.verify)
     model = find_model(**config.model.model_dump(), device=device, digest=digest, partly=partly)
-    if model.processor is None:
-        check_positions(model, config.calibration.sequence_length, "calibration.sequence_length")
-        check_positions(model, config.test_length, "evaluation.sequence_length")
     skeleton = load_skeleton(model)
+    if model.processor is None:
+        check_positions(model, skeleton, config.calibration.sequence_length, "calibration.sequence_length")
+        check_positions(model, skeleton, config.test_length, "evaluation.sequence_length")
     if not type(skeleton).__module__.startswith("transformers."):
         raise ValueError(f"{model.name}: a model whose code travels with it cannot be saved and loaded back compressed")
     points = config.allocation.grid_points or (16 if skeleton.num_parameters() >= LARGE_MODEL else 8)
     units = _discover(skeleton, config)
-    ratios = resolve_ratios(config, units, points, skeleton, model.torch_dtype) if targets else {}
+    aimed = config if targets else config.model_copy(update={"targets": ()})
+    ratios = resolve_ratios(aimed, units, points, skeleton, model.torch_dtype)
     texts, pools = _data(config, model)
     find = partial(find_images, digest=digest, partly=partly)
     images = {role: [find(**one.model_dump()) for one in pool] for role, pool in pools.items() if pool}

@@ -98,7 +98,7 @@ def _left_alone(model: PreTrainedModel, trace: Trace) -> dict[str, str]:
     """Returns the reason for each matrix of a block that can be no member of a unit."""
     names = {module: name for name, module in model.named_modules()}
     called = {module for group in trace.groups for module in group.members}
-    reasons = dict.fromkeys(trace.tied, "shares its weight with an embedding")
+    reasons = dict(trace.tied)
     reasons |= {trace.names[module]: "router" for module in trace.routers}
     reasons |= {trace.names[module]: "called otherwise than with one positional tensor" for module in trace.odd}
     for module, name in trace.names.items():
@@ -163,6 +163,8 @@ def _tie(members: list[nn.Module], trace: Trace, *, kv_routing: KVRouting, tie: 
     if kv_routing == "input" or (kv_routing == "auto" and len(widths) == 1):
         return [(members, "input")]
     shared = [m for m, role in zip(members, roles, strict=True) if role in ({"key"}, {"value"})]
+    if kv_routing == "auto" and (len(shared) != 2 or any(len(role) != 1 for role in roles)):
+        return singles  # some of the attention's projections are excluded, or in a group of their own
     if len(shared) != 2 or any(len(role) != 1 for role in roles):
         raise ValueError(
             f"kv_routing={kv_routing!r} needs one key and one value among {names}, the traced attention gives {roles}"

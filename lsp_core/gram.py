@@ -61,6 +61,11 @@ def gather_grams(
     def accumulate(name: str, gram: Tensor, activation: Tensor) -> None:
         rows = activation.detach().reshape(-1, activation.shape[-1])
         if kept[0] is not None:
+            if len(rows) != len(kept[0]):
+                raise ValueError(
+                    f"layer {name} reads {len(rows)} positions of {len(kept[0])} tokens, so padding cannot be left "
+                    "out: exclude it by discovery.exclude"
+                )
             rows = rows[kept[0]]
         rows = rows.to(precision)
         gram.addmm_(rows.T, rows)

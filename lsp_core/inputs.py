@@ -35,11 +35,12 @@ class Inputs:
         """Returns the keyword arguments with which ``model`` reads ``batch``."""
         batch = batch.to(model.device)
         if self.name == PIXELS:
-            pixels = batch.to(model.dtype) / 255 if batch.dtype == torch.uint8 else batch.to(model.dtype)
+            exact = batch.to(torch.promote_types(model.dtype, torch.float32))  # bytes less their mean cancel
+            pixels = exact / 255 if batch.dtype == torch.uint8 else exact
             if self.mean:
                 mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
                 pixels = (pixels - mean) / std
-            return {PIXELS: pixels, **dict(self.constants)}
+            return {PIXELS: pixels.to(model.dtype), **dict(self.constants)}
         if self.decoder_start is not None:
             targets = self.targets(batch)
             start = targets.new_full((len(targets), 1), self.decoder_start)

@@ -31,8 +31,7 @@ class Readout:
     """Reads ``model`` and measures divergences between distributions that it gives.
 
     ``kind``: "lm" gives a distribution over tokens at each position, "classifier" one over classes for each example,
-    "encoder" features. ``head``: the linear head whose input ``outputs`` returns, or None. ``positions``: how many
-    distributions an example gives, for pixels.
+    "encoder" features. ``head``: the linear head whose input ``outputs`` returns, or None.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: Inputs | None = None, *, purpose: Purpose = "measure") -> None:
@@ -48,10 +47,7 @@ class Readout:
             self.head = head if isinstance(head, nn.Linear) and self._head_is_all(head, examples, logits) else None
             if self.head is None:
                 log.info("%s computes more than a linear head: full logits are used", type(model).__name__)
-        self.positions = 1
-        if self.reads_features and self.inputs.padding_id is None:
-            with torch.no_grad(), evaluating(model):
-                self.positions = self.outputs(examples).shape[1]
+        self._positions: dict[tuple[int, ...], int] = {}  # by the shape of an example
 
     @torch.no_grad()
     def _probed_logits(self, examples: Tensor) -> Tensor | None:
@@ -81,28 +77,41 @@ class Readout:
         if self.head is not None:
             return self._stopped(self.head, batch)
         if self.reads_features:
-            return self._stopped(find_blocks(self.model)[-1], batch, after=True)
+            return self._last_output(find_blocks(self.model)[-1], batch)
         logits: Tensor = self.model(**self.inputs.arguments(batch, self.model)).logits
         logits = logits if self.kind == "lm" else logits[:, None]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _stopped(self, module: nn.Module, batch: Tensor, *, after: bool = False) -> Tensor:
-        """Returns the input of ``module``, or its output, in a forward pass that ends there."""
+    def _stopped(self, module: nn.Module, batch: Tensor) -> Tensor:
+        """Returns the input of ``module`` in a forward pass that ends there."""
 
-        def before_it(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def reached(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             raise _Reached(args[0])
 
-        def after_it(_: nn.Module, __: Any, output: Any) -> None:
-            raise _Reached(output[0] if isinstance(output, tuple) else output)
-
-        handle = module.register_forward_hook(after_it) if after else module.register_forward_pre_hook(before_it)
+        handle = module.register_forward_pre_hook(reached)
         try:
             self.model(**self.inputs.arguments(batch, self.model))
-        except _Reached as reached:
-            return reached.hidden
+        except _Reached as found:
+            return found.hidden
         finally:
             handle.remove()
         raise ValueError(f"{type(self.model).__name__} does not call its {type(module).__name__} in a forward pass")
+
+    def _last_output(self, module: nn.Module, batch: Tensor) -> Tensor:
+        """Returns the output of ``module``, of the last of its calls, in a forward pass."""
+        outputs: list[Tensor] = []
+
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            outputs[:] = [output[0] if isinstance(output, tuple) else output]
+
+        handle = module.register_forward_hook(note)
+        try:
+            self.model(**self.inputs.arguments(batch, self.model))
+        finally:
+            handle.remove()
+        if not outputs:
+            raise ValueError(f"{type(self.model).__name__} does not call its {type(module).__name__} in a forward pass")
+        return outputs[0]
 
     def kept(self, batch: Tensor) -> Tensor | None:  # -> (B, P)
         """Returns which positions count, or None where all do."""
@@ -113,10 +122,21 @@ class Readout:
         """Returns how many distributions ``batch`` gives, or how many of them have a target of the task loss."""
         kept = self.kept(batch)
         if self.kind != "lm":
-            return len(batch) if task else len(batch) * self.positions if kept is None else int(kept.sum())
+            if task or not self.reads_features:
+                return len(batch)
+            return len(batch) * self.positions(batch) if kept is None else int(kept.sum())
         if self.inputs.decoder_start is not None:
             return self.inputs.targets(batch).numel()
         return len(batch) * (batch.shape[1] - task)
+
+    @torch.no_grad()
+    def positions(self, batch: Tensor) -> int:
+        """Returns the positions P whose features each example of ``batch`` gives."""
+        shape = tuple(batch.shape[1:])
+        if shape not in self._positions:
+            with evaluating(self.model):
+                self._positions[shape] = self.outputs(batch[:1]).shape[1]
+        return self._positions[shape]
 
     @torch.no_grad()
     def statistic(self, outputs: Tensor) -> TeacherStatistic:  # (B, P, D) -> (B, P, ...)

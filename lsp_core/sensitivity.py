@@ -64,7 +64,6 @@ class Sensitivity:
         self.stacks = find_stacks(model)
         self.blocks = [block for stack in self.stacks for block in stack]
         self.readout = Readout(model, inputs)
-        self.count = sum(self.readout.count(batch) for batch in self.batches)
         self.block = 0
         self.streamed = True  # False: what lies before a block does not reach the output through its input alone
         self.inputs = [batch.new_empty(0) for batch in self.batches]  # dense input (B, T, D) of block ``self.block``
@@ -100,21 +99,21 @@ class Sensitivity:
             return self._mean_kl("the joint allocation", streamed=False)
 
     def _mean_kl(self, what: str, *, streamed: bool) -> float:
-        total = 0.0
+        total, count = 0.0, 0
         for index, batch in enumerate(self.batches):
             outputs = self._from_block(index) if streamed else self.readout.outputs(batch)
             kl = self.readout.divergence(outputs, self.teacher[index], self.readout.kept(batch))
             total += kl.sum(dtype=torch.float64).item()
+            count += kl.numel()
         if not math.isfinite(total):
             raise NonFiniteError(f"{what} gives a divergence of {total}")
-        return total / self.count
+        return total / count
 
     def _advance_to(self, block: int) -> None:
+        if block == self.block or not self.streamed:
+            return
         if block < self.block:
             raise ValueError(f"block {block} comes before block {self.block}, which is already measured: go in order")
-        if block == self.block or not self.streamed:
-            self.block = block
-            return
         first = self._stack_of(block).start
         stops = (block,) if self.block >= first else (first, block)
         with torch.inference_mode(), evaluating(self.model):

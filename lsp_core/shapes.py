@@ -176,4 +176,7 @@ def _kind_of(model: PreTrainedModel) -> tuple[Kind, int]:
     """Returns the kind of ``model``, on the meta device, and the positions of an example whose features are read."""
     found: list[Readout] = []
     peak_bytes(lambda: found.append(Readout(model, replace(inputs_of(model), padding_id=None), purpose="train")))
-    return found[0].kind, found[0].positions
+    counted: list[int] = []
+    if found[0].reads_features:
+        peak_bytes(lambda: counted.append(found[0].positions(probe(model))))
+    return found[0].kind, counted[0] if counted else 1

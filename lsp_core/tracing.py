@@ -5,6 +5,7 @@ told by its call where it is fused, and by softmax between two products where it
 if the key tensor depends on its output.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class Trace:
     """
 
     names: dict[nn.Module, str]
-    tied: list[str]
+    tied: dict[str, str]
     groups: list[Group] = field(default_factory=list)
     outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
     roles: dict[nn.Module, set[str]] = field(default_factory=dict)
@@ -64,9 +65,15 @@ def trace_model(model: PreTrainedModel) -> Trace:
     embedded = {
         id(p) for e in (model.get_input_embeddings(), model.get_output_embeddings()) if e for p in e.parameters()
     }
+    holders = Counter(id(weight) for m in model.modules() for weight in m.parameters(recurse=False))
+    tied = {
+        m: "an embedding" if id(m.weight) in embedded else "another layer"
+        for m, _ in inside
+        if id(m.weight) in embedded or holders[id(m.weight)] > 1
+    }
     trace = Trace(
-        names={m: name for m, name in inside if id(m.weight) not in embedded},
-        tied=[name for m, name in inside if id(m.weight) in embedded],
+        names={m: name for m, name in inside if m not in tied},
+        tied={name: f"shares its weight with {tied[m]}" for m, name in inside if m in tied},
     )
     seen: set[int] = set()
     current = 0

@@ -42,13 +42,15 @@ class TrainingResult:
     """What training gave.
 
     ``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization, with
-    the ``metric`` as ``validation``, and beside an accuracy the objective on the validation set as ``validation_loss``.
+    the ``metric`` as ``validation``, and beside an accuracy the objective on the validation set as ``validation_loss``;
+    ``diverged``: how training broke off, where the settings say to keep what there is.
     """
 
     vectors: dict[str, Tensor]
     history: list[dict[str, float]]
     best_epoch: int
     metric: Metric
+    diverged: str | None = None
 
 
 def train_projectors(
@@ -158,13 +160,20 @@ class Trainer:
             history: list[dict[str, float]] = [{"epoch": 0, **self._validate()}]
             state = TrainingState(step=0, best_epoch=0, best=self._vectors(), history=history)
             save(state)
+        diverged: str | None = None
         while state.step < self.total_steps and not self._stops_early(state):
-            state.loss_sum += self.accumulate(state.step)
-            self.update()
-            state.step += 1
-            epoch, within = divmod(state.step, self.steps_per_epoch)
-            if within == 0:
-                self._close_epoch(state, epoch)
+            epoch, within = divmod(state.step + 1, self.steps_per_epoch)
+            try:
+                state.loss_sum += self.accumulate(state.step)
+                self.update()
+                state.step += 1
+                if within == 0:
+                    self._close_epoch(state, epoch)
+            except NonFiniteError as error:
+                if not self.settings.keep_diverged:
+                    raise
+                diverged = str(error)
+                break
             minutes = (time.monotonic() - saved_at) / 60
             by_time = minutes >= self.settings.checkpoint_minutes
             if within == 0 or by_time or state.step % self.settings.checkpoint_steps == 0:
@@ -173,7 +182,11 @@ class Trainer:
                 last = state.history[-1]["validation"]
                 self.progress(state.step, self.total_steps, {"epoch": epoch, f"validation {self.metric}": last})
         return TrainingResult(
-            vectors=state.best, history=state.history, best_epoch=state.best_epoch, metric=self.metric
+            vectors=state.best,
+            history=state.history,
+            best_epoch=state.best_epoch,
+            metric=self.metric,
+            diverged=diverged,
         )
 
     def _checkpoints(self, folder: Path) -> Checkpoints:

@@ -25,6 +25,7 @@ class TrainingSettings:
     orthogonality: float = 0.05  # lambda_ort
     patience: int = 3  # epochs without improvement before an early stop
     seed: int = 0
+    keep_diverged: bool | None = None  # of a training that diverges, its best epoch counts, instead of an error
     checkpoint_steps: int = 50  # a checkpoint after so many steps or minutes, and after each epoch
     checkpoint_minutes: float = 10.0
 

@@ -177,20 +177,25 @@ def read_classes(folder: Path) -> list[str] | None:
 def model_labels(labels: Tensor, classes: list[str] | None, id2label: Mapping[int, str]) -> Tensor:  # (N,) -> (N,)
     """Returns the ids under which a model knows the classes of ``labels``.
 
-    By their names where it knows them all, else by number if there are as many. Errors: ``ValueError`` if neither.
+    By the names of the classes that occur, where the model knows them all; by number where the images' classes, or the
+    model's, have none. Errors: ``ValueError`` if neither.
     """
     known = {name: number for number, name in id2label.items()}
-    if classes is not None and set(classes) <= set(known):
-        ids = torch.tensor([known[name] for name in classes] + [UNLABELLED])
+    occurring = {int(label) for label in labels.unique()} - {UNLABELLED}
+    named = set() if classes is None else {classes[label] for label in occurring}
+    if classes is not None and named <= set(known):
+        ids = torch.tensor([known.get(name, UNLABELLED) for name in classes] + [UNLABELLED])
         return ids[labels]  # -1 is the last
-    if int(labels.max()) >= len(id2label) or (classes is not None and len(classes) != len(id2label)):
-        strange = sorted(set(classes or ()) - set(known))[:5]
+    unnamed = all(name == f"LABEL_{number}" for number, name in id2label.items())
+    fits = max(occurring, default=0) < len(id2label) and (classes is None or len(classes) == len(id2label))
+    if not fits or (classes is not None and not unnamed):
+        strange = sorted(named - set(known))[:5]
         raise ValueError(
-            f"the images' classes ({', '.join(strange) or int(labels.max())}, ...) are not among the {len(id2label)} "
+            f"the images' classes ({', '.join(strange) or max(occurring)}, ...) are not among the {len(id2label)} "
             "that the model knows: name images of these, or rename the class folders"
         )
     if classes is not None:
-        log.warning("the images' classes have other names than the model's: they are taken by number")
+        log.warning("the model's classes have no names: those of the images are taken by number")
     return labels
 
 
@@ -260,7 +265,7 @@ def _class_id(name: str | int, origin: ImageOrigin, listing: Listing) -> int:
 def _common_classes(listings: Sequence[Listing]) -> tuple[list[str] | None, bool]:
     """Returns the classes' names and whether labels mean the same wherever there are any."""
     spaces = [listing.classes for listing in listings if (listing.labels != UNLABELLED).any()]
-    if any(space != spaces[0] for space in spaces):
+    if any(space is None or space != spaces[0] for space in spaces[1:]):
         log.info("the sources have different classes: their images count as unlabelled")
         return None, False
     return (spaces[0] if spaces else None), bool(spaces)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -214,6 +215,8 @@ def _check_task(name: str, config: PreTrainedConfig, task: ModelTask) -> None:
     """Errors: ``ValueError`` for a model that has no such head, or that reads the tokens which it is to predict."""
     named = (config.architectures or [None])[0]
     remedy = f"leave model.task at auto, which is {_resolve_task(config, 'auto')} here"
+    if task == "encoder" and config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder without a head: set model.task to seq2seq-lm")
     has_code = bool(getattr(config, "auto_map", None))
     if not has_code and type(config) not in AUTO[task]._model_mapping:
         raise ValueError(f"model.task={task}: there is no such head for {name}, a {config.model_type}: {remedy}")
@@ -295,11 +298,15 @@ def _config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def check_positions(source: ModelSource, sequence_length: int, setting: str) -> None:
+def check_positions(source: ModelSource, skeleton: PreTrainedModel, sequence_length: int, setting: str) -> None:
     """Errors: ``ValueError`` if ``sequence_length`` exceeds the model's positions."""
-    limit = getattr(
-        _config(Path(source.folder), source.trust_remote_code).get_text_config(), "max_position_embeddings", None
-    )
+    limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    for module in skeleton.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:
+            limit -= module.padding_idx + 1  # these are counted from behind the padding's
+            break
+    if limit is not None and skeleton.config.is_encoder_decoder:
+        limit *= 2  # half of a sequence each
     if limit is not None and sequence_length > limit:
         raise ValueError(
             f"{setting}={sequence_length} exceeds the {limit} positions of {source.name}: lower it to {limit} or less"

@@ -214,6 +214,7 @@ def _sweeps(results: Sequence[Result]) -> list[str]:
         target = [f"{result['ratio']:.0%}", result["objective"], *([str(result["seed"])] if seeds else [])]
         for tried in result["sweep"]:
             kept = "kept" if tried["learning_rate"] == result["learning_rate"] else ""
+            kept = "diverged" if "diverged" in tried and not kept else kept
             figures = [f"{tried['learning_rate']:g}", result["validated_on"], f"{tried['validation']:.4g}"]
             rows.append([*target, *figures, str(tried["best_epoch"]), kept])
     return markdown_table([*header, ""], rows)

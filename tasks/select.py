@@ -14,9 +14,11 @@ from tasks.train import HISTORY
 def select(work: Work, *, trainings: list[ArtifactRef]) -> None:
     """Publishes the best of ``trainings`` as ``train`` publishes it, and in its history what each rate validated at.
 
-    The first of equals is kept.
+    The first of equals is kept. Errors: ``ValueError`` if every one diverged before its first epoch's end.
     """
     records = [read_json(work.folder(training) / HISTORY) for training in trainings]
+    if all("diverged" in record and record["best_epoch"] == 0 for record in records):
+        raise ValueError(f"every learning rate diverges: lower them ({records[0]['diverged']})")
     best = best_training(records)
     for path in work.folder(trainings[best]).iterdir():
         if path.name != HISTORY:
@@ -26,6 +28,7 @@ def select(work: Work, *, trainings: list[ArtifactRef]) -> None:
             "learning_rate": record["settings"]["learning_rate"],
             "best_epoch": record["best_epoch"],
             "validation": _best_epoch(record)["validation"],
+            **({"diverged": record["diverged"]} if "diverged" in record else {}),
         }
         for record in records
     ]

@@ -1,5 +1,6 @@
 """teacher and train: the dense model's outputs, computed once, and the projectors trained to match them."""
 
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tasks.examples import LabelUse, read_examples
 from tasks.models import ModelSource, load_model
 
 HISTORY = "training.json"
+log = logging.getLogger(__name__)
 
 
 @stage(name="train")
@@ -93,6 +95,9 @@ def train(
         )
     save_tensors(work.output, result.vectors)
     record = {"metric": result.metric, "best_epoch": result.best_epoch, "history": result.history}
+    if result.diverged is not None:
+        log.warning("%s: %s; its best epoch is kept", work.label, result.diverged)
+        record["diverged"] = result.diverged
     write_json(work.output / HISTORY, record | {"settings": chosen.recorded()})
 
 

@@ -1,6 +1,10 @@
 """allocate_within: the largest ratio whose joint KL stays within a bound, found by bisection."""
 
+import math
+
 from lsp_core.allocation import Allocation
+from lsp_core.gram import NonFiniteError
+from lsp_core.sensitivity import Sensitivity
 from storage.manifest import ArtifactRef
 from tasks.allocate import ALLOCATION, allocation_record, read_allocator
 from tasks.artifacts import read_bases, write_json
@@ -34,7 +38,7 @@ def allocate_within(
     units, tensors = read_bases(work, bases)
     sensitivity = open_sensitivity(work, load_model(model, work.runtime.device), units, tensors, tokens)
     joint: dict[tuple[int, ...], float] = {}  # by removed counts: near ratios may give the same
-    tried: list[dict[str, float]] = []
+    tried: list[dict[str, float | None]] = []
     best: Allocation | None = None
     low, high = 0.0, allocator.largest
     ratio = high
@@ -43,8 +47,9 @@ def allocate_within(
             chosen = allocator.allocate(ratio)
             counts = tuple(chosen.removed.values())
             if counts not in joint:
-                joint[counts] = sensitivity.joint(chosen.removed)
-            tried.append({"ratio": ratio, "realized_ratio": chosen.ratio, "kl_joint": joint[counts]})
+                joint[counts] = _joint(sensitivity, chosen)
+            known = joint[counts] if math.isfinite(joint[counts]) else None
+            tried.append({"ratio": ratio, "realized_ratio": chosen.ratio, "kl_joint": known})
             progress(len(tried), MEASUREMENTS)
             if joint[counts] <= max_kl:
                 low, best = ratio, chosen if chosen.saved > 0 else best
@@ -55,11 +60,20 @@ def allocate_within(
             ratio = (low + high) / 2
         progress(MEASUREMENTS, MEASUREMENTS)
     if best is None:
-        lightest = min((step for step in tried if step["realized_ratio"] > 0), key=lambda step: step["ratio"])
+        lightest = min((step for step in tried if step["realized_ratio"]), key=lambda step: step["ratio"] or 0.0)
+        cost = math.inf if lightest["kl_joint"] is None else lightest["kl_joint"]
         raise ValueError(
             f"max_kl {max_kl:g} cannot be met: removing {lightest['realized_ratio']:.2%}, the lightest allocation, "
-            f"costs {lightest['kl_joint']:.3g} nats per token already: raise max_kl, or keep its layers dense"
+            f"costs {cost:.3g} nats per token already: raise max_kl, or keep its layers dense"
         )
     record = allocation_record(best, method)
     found = {"max_kl": max_kl, "kl_joint": joint[tuple(best.removed.values())], "tried": tried}
     write_json(work.output / ALLOCATION, record | found)
+
+
+def _joint(sensitivity: Sensitivity, allocation: Allocation) -> float:
+    """Returns the joint KL, infinite where the model breaks."""
+    try:
+        return sensitivity.joint(allocation.removed)
+    except NonFiniteError:
+        return math.inf

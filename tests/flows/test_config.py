@@ -33,6 +33,8 @@ def test_every_field_is_described_and_frozen(section: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     ("values", "place"),
     [
+        ({"calibration": {"sequences": 8, "gram_sequences": 8}, "allocation": {"sequences": 2}}, ""),
+        ({"training": {"epoch_sequences": 5000}}, ""),
         ({"trainin": {"epochs": 3}}, "trainin"),
         ({"training": {"epoch": 3}}, "training.epoch"),
         ({"targets": [{"ratio": 0.0}]}, "targets.0.ratio"),

@@ -1,5 +1,6 @@
 """What is drawn of image sources, and that its bytes are what the checkpoint's own image processor makes of them."""
 
+import logging
 import shutil
 import weakref
 from collections.abc import Callable
@@ -337,15 +338,22 @@ def test_labels_of_a_pool(
 
 def test_labels_by_the_names_that_the_model_knows(caplog: pytest.LogCaptureFixture) -> None:
     labels = torch.tensor([0, 1, 1, -1])
-    assert model_labels(labels, ["cat", "dog"], {0: "dog", 1: "owl", 2: "cat"}).tolist() == [2, 0, 0, -1]
+    animals = {0: "dog", 1: "owl", 2: "cat"}
+    assert model_labels(labels, ["cat", "dog"], animals).tolist() == [2, 0, 0, -1]
+    assert model_labels(labels, ["cat", "dog", "extra"], animals).tolist() == [2, 0, 0, -1]  # it does not occur
     assert model_labels(labels, None, {0: "dog", 1: "owl"}).tolist() == labels.tolist()
     assert not caplog.records
-    assert model_labels(labels, ["n01", "n02"], {0: "dog", 1: "owl"}).tolist() == labels.tolist()
-    assert "taken by number" in caplog.text
-    with pytest.raises(ValueError, match=r"classes \(n01, n02, \.\.\.\) are not among the 3"):
-        model_labels(labels, ["n01", "n02"], {0: "dog", 1: "owl", 2: "cat"})
-    with pytest.raises(ValueError, match=r"classes \(1, \.\.\.\) are not among the 1"):
-        model_labels(labels, None, {0: "dog"})
+    with caplog.at_level(logging.WARNING):
+        assert model_labels(labels, ["n01", "n02"], {0: "LABEL_0", 1: "LABEL_1"}).tolist() == labels.tolist()
+    assert "by number" in caplog.text
+    for classes, known in (
+        (["n01", "n02"], {0: "dog", 1: "owl"}),  # as many, and others
+        (["n01", "n02"], animals),
+        (["cat", "dog"], {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}),
+        (None, {0: "dog"}),
+    ):
+        with pytest.raises(ValueError, match=r"the images' classes .* are not among the \d that the model knows"):
+            model_labels(labels, classes, known)
 
 
 @pytest.fixture

@@ -174,9 +174,10 @@ def test_the_dtype_that_auto_stands_for(copy: Path) -> None:
 
 
 def test_positions_devices_and_precisions(source: ModelSource) -> None:
-    check_positions(source, 64, "calibration.sequence_length")
+    skeleton = load_skeleton(source)
+    check_positions(source, skeleton, 64, "calibration.sequence_length")
     with pytest.raises(ValueError, match=r"calibration\.sequence_length=65 exceeds the 64 positions of .*: lower it"):
-        check_positions(source, 65, "calibration.sequence_length")
+        check_positions(source, skeleton, 65, "calibration.sequence_length")
     assert resolve_device("cpu") == "cpu"
     with pytest.raises(ValueError, match="device='abacus' cannot be used here"):
         resolve_device("abacus")

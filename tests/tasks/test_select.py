@@ -64,3 +64,20 @@ def test_the_best_is_published_as_it_was_with_the_table_of_the_sweep(work: Work,
         {"learning_rate": 1e-4, "best_epoch": 1, "validation": 8.0},
     ]
     assert history == record("perplexity", validations[1], rates[1])
+
+
+def test_a_rate_that_diverges_may_be_the_best_until_then_and_all_may_not(work: Work, published: Publish) -> None:
+    def training(key: str, validations: list[float]) -> ArtifactRef:
+        def fill(folder: Path) -> None:
+            save_tensors(folder, {"unit": torch.ones(3, 2)})
+            write_json(folder / HISTORY, {**record("kl", validations, 0.1), "diverged": "the training loss is inf"})
+
+        return published("train", fill, key=key)
+
+    useless = [training("a", [0.5]), training("b", [0.5])]
+    with pytest.raises(ValueError, match="every learning rate diverges: lower them"):
+        select.function(work, trainings=useless)
+    select.function(work, trainings=[useless[0], training("c", [0.5, 0.4])])
+    sweep = read_json(work.output / HISTORY)["sweep"]
+    assert [tried["validation"] for tried in sweep] == [0.5, 0.4]
+    assert {tried["diverged"] for tried in sweep} == {"the training loss is inf"}
