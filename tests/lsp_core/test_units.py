@@ -139,7 +139,7 @@ def test_meta_gives_what_a_real_frozen_model_gives(config):
 def test_a_layer_that_occurs_twice_is_one_unit():
     model = AutoModelForCausalLM.from_config(LLAMA)
     first, second = model.model.layers
-    second.mlp.down_proj.weight = first.mlp.down_proj.weight
+    second.mlp.down_proj = first.mlp.down_proj
     down = [unit for unit in discover_units(model) if "down_proj" in unit.name]
     assert [unit.name for unit in down] == ["model.layers.0.mlp.down_proj"]
 
