@@ -225,7 +225,7 @@ def _obvious_step(shape: Shape) -> dict[str, Any]:
 @contextmanager
 def _trainer(case: _Case, teacher: TeacherStatistic | None) -> Iterator[Trainer]:
     with attached(case.model, case.units, case.bases, case.removed) as projectors, frozen(case.model):
-        yield Trainer(case.model, projectors, case.tokens, case.tokens, case.settings, teacher, None)
+        yield Trainer(case.model, projectors, case.tokens, case.tokens, case.settings, teacher=teacher)
 
 
 def _masks(case: _Case) -> dict[str, Tensor]:
