@@ -96,7 +96,9 @@ def cells(config: CompressConfig) -> list[Cell]:
 
 def print_ablation(content: dict[str, Any], *, as_json: bool) -> None:
     """Prints an ablation as one JSON object, or as a table for people."""
-    print(json.dumps(content) if as_json else "\n".join(["", *ablation_table(content), "", *spread_lines(content)]))
+    where = f"table, plot and JSON: {content['config']['output']}"
+    lines = ["", *ablation_table(content), "", *spread_lines(content), "", where]
+    print(json.dumps(content) if as_json else "\n".join(lines))
 
 
 def _targets(config: CompressConfig) -> tuple[Target, ...]:

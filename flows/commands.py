@@ -93,7 +93,10 @@ class Curve(Compress):
         import_prefect()
         from flows.curve import measure_curve, print_curve
 
-        print_curve(measure_curve(self.to_config(), self.points), as_json=self.json_)
+        config = self.to_config()
+        print_curve(measure_curve(config, self.points), as_json=self.json_)
+        if not self.json_:
+            print(f"\ntable, plot and JSON: {config.output}")
 
 
 class Ablate(Overrides):

@@ -157,7 +157,7 @@ class Target(Section):
     )
     fit_gib: Positive | None = Field(
         None,
-        description="Instead of a ratio: remove just as much as makes the checkpoint's weights fit into so many GiB.",
+        description="Instead of a ratio: remove as much as makes the weights, in model.dtype, fit into so many GiB.",
     )
     max_kl: Positive | None = Field(
         None,

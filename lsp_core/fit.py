@@ -32,7 +32,8 @@ def ratio_to_fit(model: nn.Module, units: Sequence[Unit], gib: float, *, dtype: 
     room = int(gib * GIB)
     if dense <= room:
         raise ValueError(
-            f"the dense model takes {dense / GIB:.4g} GiB and fits into {gib:g} GiB: nothing is to be done"
+            f"the dense model takes {dense / GIB:.4g} GiB and fits into {gib:g} GiB: nothing is to be done, drop the "
+            "target or ask for less"
         )
     total = sum(unit.parameters for unit in units)
     needed = -((room - dense) // dtype.itemsize)  # parameters, rounded up

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 from storage.manifest import ArtifactRef
@@ -17,6 +18,7 @@ from tasks.summary import Result, by_target, spread
 from tasks.train import HISTORY
 
 REPORT = "report.json"
+REASON = 120  # characters in the table of stages; the JSON has all
 CURVES, RANKS = "plots/kl_curves.png", "plots/retained_ranks.png"
 ACCURACIES = {"tasks": "Zero-shot accuracy, %", "transfer": "Transfer accuracy, %"}  # titles by key of an evaluation
 
@@ -186,16 +188,29 @@ def table(content: dict[str, Any]) -> list[str]:
     for group in groups:
         figures = [spread([result[name] for result in group], template) for name, template in columns.values()]
         epochs = [f"{result['epochs']} (best {result['best_epoch']})" for result in group]
-        row = [f"{group[0]['ratio']:.0%}", *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
+        row = [_target(group[0]), *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
         rates = dict.fromkeys(f"{result['learning_rate']:g}" for result in group) if rate else {}
         rows.append([*row, *([", ".join(rates)] if rate else [])])
     return markdown_table(["removed", *columns, "objective", "epochs", *rate], rows)
 
 
+def _target(result: Result) -> str:
+    """Returns the share removed, and the bound from which it follows where there is one."""
+    bounds = {"fit_gib": "fit {:g} GiB: ", "max_kl": "KL {:g}: "}
+    bound = "".join(text.format(result[name]) for name, text in bounds.items() if name in result)
+    return f"{bound}{result['ratio']:.0%}"
+
+
 def stage_table(stages: Sequence[dict[str, Any]]) -> list[str]:
     """Returns what became of each stage of a run as Markdown lines."""
     rows = [
-        [stage["label"], stage["state"], f"{stage['seconds']:.1f}", stage["key"][:12], stage["reason"] or ""]
+        [
+            stage["label"],
+            stage["state"],
+            f"{stage['seconds']:.1f}",
+            stage["key"][:12],
+            shorten(stage["reason"] or "", REASON, placeholder=" ..."),
+        ]
         for stage in stages
     ]
     return markdown_table(["stage", "state", "seconds", "key", "computed because"], rows)
