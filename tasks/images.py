@@ -219,7 +219,7 @@ def draw(
     if len(pool) < max(1, wanted):
         raise ValueError(
             f"{names}: {len(pool)} {'' if part == 'all' else part + ' '}images, {max(1, wanted)} are asked for: "
-            "add images, raise the cap, or ask for fewer (one in 16 is held out to validate on, where validation.images "
+            "add images, raise the cap, or ask for fewer (one in 16 is held out to validate on where validation.images "
             "names no others)"
         )
     return pool if take is None else np.random.default_rng(seed).permutation(pool)[:take]
