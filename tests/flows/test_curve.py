@@ -97,7 +97,8 @@ def test_other_methods_from_the_command_line(
     options = ["--points", "3", "--allocation.method", method, "--output", str(tmp_path / "output")]
     assert main(["curve", str(file), *options]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[-1].startswith("joint KL stays below 0.1 nats up to a ratio of 0.")
+    assert any(line.startswith("joint KL stays below 0.1 nats up to a ratio of 0.") for line in lines)
+    assert lines[-1] == f"table, plot and JSON: {tmp_path / 'output'}"
     assert len([line for line in lines if "%" in line]) == 3
     assert main(["curve", str(file), *options, "--json"]) == 0
     content = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
