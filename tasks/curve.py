@@ -6,7 +6,7 @@ from typing import Any
 from lsp_core.fit import GIB, checkpoint_bytes
 from storage.manifest import ArtifactRef
 from tasks.allocate import allocation_record, read_allocator
-from tasks.artifacts import read_bases, read_json, write_json
+from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
 from tasks.measure import open_sensitivity
 from tasks.models import ModelSource, load_model
@@ -59,11 +59,6 @@ def curve(
     }
     write_json(work.output / CURVE, content)
     plot_tradeoff(content, reach(rows, BOUND), BOUND, work.output / PICTURE)
-
-
-def read_curve(work: Work, curve: ArtifactRef) -> dict[str, Any]:
-    content: dict[str, Any] = read_json(work.folder(curve) / CURVE)
-    return content
 
 
 def reach(rows: Sequence[dict[str, Any]], bound: float) -> float:
