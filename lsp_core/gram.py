@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from lsp_core.durable import DamagedFileError, digest_tensors, read_checked, write_durably
 from lsp_core.inputs import Inputs, inputs_of
-from lsp_core.layers import bias_of
-from lsp_core.units import Unit
+from lsp_core.units import Unit, bias_of
 
 FILE = "grams.safetensors"
 Progress = Callable[[int, int], None]

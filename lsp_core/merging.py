@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from lsp_core.gram import evaluating
 from lsp_core.inputs import inputs_of
-from lsp_core.layers import Factor, FactoredLinear, bias_of, replace_module
+from lsp_core.modeling_lsp import FactoredLinear, Shared, factored, replace_module, shared_factor
 from lsp_core.orthogonal import orthonormalize
 from lsp_core.projector import attached
-from lsp_core.units import Unit, weight_of
+from lsp_core.units import Unit, bias_of, weight_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +144,18 @@ def _merge_group(
             stacked = _stack(unit, projected)
             bases[unit.name], dropped[unit.name] = _narrow(bases[unit.name], stacked, tolerance)
     own = {name: weight.double() for name, weight in weights.items()}
-    shared: dict[str, dict[str, Factor]] = {name: {} for name in layers}
+    shared: dict[str, dict[str, nn.Linear | Shared]] = {name: {} for name in layers}
     for unit in units:
         basis = bases[unit.name]
-        if unit.side == "input":
-            factor = Factor(basis.T.to(dtype).contiguous(), readers=len(unit.members))
-        else:
-            factor = Factor(basis.to(dtype).contiguous())
+        factor = shared_factor(
+            (basis.T if unit.side == "input" else basis).to(dtype).contiguous(), unit.side, len(unit.members)
+        )
         for name in unit.members:
             shared[name][unit.side] = factor
             own[name] = own[name] @ basis if unit.side == "input" else basis.T @ own[name]
     errors: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        merged = FactoredLinear(own[name].to(dtype).contiguous(), shared[name], bias_of(layer))
+        merged = factored(own[name].to(dtype).contiguous(), shared[name], bias_of(layer))
         replace_module(model, name, merged)
         errors[name] = (_product(merged) - projected[name]).abs().max()
     report: dict[str, UnitMerge] = {}

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lsp_core.layers import Once, StandIn, bias_of, replace_module
+from lsp_core.modeling_lsp import Once, StandIn, replace_module
 from lsp_core.orthogonal import complement, orthonormalize
-from lsp_core.units import Unit, weight_of
+from lsp_core.units import Unit, bias_of, weight_of
 
 
 class Form(Enum):

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from lsp_core.divergence import TeacherStatistic, divergence, label_statistic, teacher_statistic
 from lsp_core.gram import NonFiniteError, evaluating
 from lsp_core.inputs import Inputs, inputs_of, probe
-from lsp_core.layers import bias_of
-from lsp_core.units import find_blocks
+from lsp_core.units import bias_of, find_blocks
 
 Kind = Literal["lm", "classifier", "encoder"]
 Purpose = Literal["measure", "train"]

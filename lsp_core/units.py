@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lsp_core.layers import StandIn
+from lsp_core.modeling_lsp import StandIn
 
 Side = Literal["input", "output"]
 LINEAR_TYPES = (nn.Linear, Conv1D)
@@ -53,6 +53,13 @@ def weight_of(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.T if isinstance(module, Conv1D) else weight
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """Returns the bias of a linear layer, (D_out,), or None."""
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
 
 
 def find_stacks(model: nn.Module) -> list[list[nn.Module]]:

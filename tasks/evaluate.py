@@ -88,7 +88,7 @@ def evaluate(
     """
     result: dict[str, Any] = {}
     if checkpoint is not None:
-        subject = load_compressed(work.folder(checkpoint)).to(work.runtime.device)
+        subject = load_compressed(work.folder(checkpoint)).model.to(work.runtime.device)
     else:
         subject = load_model(model, work.runtime.device)
         if bases is not None and allocation is not None:

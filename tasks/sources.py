@@ -31,6 +31,7 @@ INFRASTRUCTURE = (
     "tasks.reasons",
     "tasks.running",
     "tasks.versions",
+    "lsp_core",  # the package alone, not what is in it: makes transformers know our classes
     # how files and manifests are kept, found again and freed; what is in them is made by storage.grid and
     # storage.tensors, which count
     "storage.digest",
@@ -133,7 +134,8 @@ class Sources:
         first, *rest = path.split(".")
         module = self._module(first)
         while module is not None:
-            if module.name in INFRASTRUCTURE:
+            below = rest and self._module(f"{module.name}.{rest[0]}") is not None
+            if module.name in INFRASTRUCTURE and not below:
                 break
             if not rest:
                 yield from self._whole(module)

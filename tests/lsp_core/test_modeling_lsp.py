@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lsp_core.layers import Factor, FactoredLinear, Once, replace_module
 from lsp_core.merging import merge_model
+from lsp_core.modeling_lsp import FactoredLinear, Once, Shared, factored, linear_of, replace_module
 
 
-def group(readers: int, width: int = 7, rank: int = 3) -> tuple[Factor, list[FactoredLinear]]:
+def group(readers: int, width: int = 7, rank: int = 3) -> tuple[Shared, list[FactoredLinear]]:
     torch.manual_seed(0)
-    shared = Factor(torch.randn(rank, width, dtype=torch.float64), readers=readers)
+    shared = Shared(linear_of(torch.randn(rank, width, dtype=torch.float64)), readers=readers)
     own = [torch.randn(4 + i, rank, dtype=torch.float64) for i in range(readers)]
     biases = [None, *(torch.randn(4 + i, dtype=torch.float64) for i in range(1, readers))]
-    return shared, [FactoredLinear(weight, {"input": shared}, bias) for weight, bias in zip(own, biases, strict=True)]
+    return shared, [factored(weight, {"input": shared}, bias) for weight, bias in zip(own, biases, strict=True)]
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
@@ -63,8 +63,9 @@ def test_latent_is_computed_once_a_pass(products, readers):
 def test_latent_is_computed_once_in_a_merged_model(prepare, products):
     case = prepare("llama")
     merge_model(case.model, case.units, {n: case.bases[n][:, -k:] for n, k in case.removed.items()})
-    factors = [m for m in case.model.modules() if isinstance(m, Factor)]
-    shared = [factor for factor in factors if factor._once.readers > 1]
+    layers = [m for m in case.model.modules() if isinstance(m, FactoredLinear)]
+    factors = {id(factor): factor for layer in layers for factor in (layer.input_factor, layer.output_factor)}.values()
+    shared = [factor for factor in factors if isinstance(factor, Shared) and factor._once.readers > 1]
     assert len(shared) == 2 * 3  # Q/K/V and gate/up of every block
     products.clear()
     case.logits()
