@@ -14,7 +14,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from flows.commands import Ablate, Benchmark, Compress, Curve, Demo, Efficiency, Plan, StoreCommands, Versions
+from flows.benchmark_commands import Benchmark
+from flows.commands import Ablate, Compress, Curve, Demo, Efficiency, Export, Plan, StoreCommands, Versions
 from flows.server import REPORTED
 from flows.settings_file import read_yaml
 
@@ -59,6 +60,7 @@ class Commands(BaseSettings):
     store: CliSubCommand[StoreCommands]
     demo: CliSubCommand[Demo]
     efficiency: CliSubCommand[Efficiency]
+    export: CliSubCommand[Export]
     benchmark: CliSubCommand[Benchmark]
     versions: CliSubCommand[Versions]
 

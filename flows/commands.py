@@ -275,19 +275,24 @@ class Efficiency(BaseModel):
         )
 
 
-class Benchmark(BaseModel):
-    """Time and peak memory of the expensive parts against the obvious alternative, in one run."""
+class Export(BaseModel):
+    """Write a compressed checkpoint in another form, and check that it computes the same."""
 
-    what: CliPositionalArg[Literal["grid", "train", "store"]] = Field(
-        description="grid: measuring the KL grid; train: one optimizer step; store: digests, and a large grid."
+    folder: CliPositionalArg[Path] = Field(description="Folder of a compressed checkpoint.")
+    dense: CliImplicitFlag[bool] = Field(
+        False, description="As an ordinary dense checkpoint of the base architecture, for any runtime."
+    )
+    output: Path | None = Field(None, description="A new or empty folder; none: FOLDER-dense, beside the checkpoint.")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = Field(
+        None, description="Dtype of the weights; none: the checkpoint's own."
     )
     json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
 
     def cli_cmd(self) -> None:
-        from flows import benchmark, benchmark_store
+        from flows.export import export
 
-        measured = {"grid": benchmark.grid, "train": benchmark.train, "store": benchmark_store.store}[self.what]
-        print_facts(measured(), as_json=self.json_)
+        facts = export(self.folder, dense=self.dense, output=self.output, dtype=self.dtype)
+        print_facts(facts, as_json=self.json_)
 
 
 class Versions(BaseModel):

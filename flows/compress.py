@@ -4,6 +4,8 @@ import json
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from prefect.artifacts import create_markdown_artifact
 
 from flows.config import CompressConfig
 from flows.graph import Built, build
-from flows.prepared import prepare
+from flows.prepared import Prepared, prepare
 from storage.files import move_aside, renamed, write_whole
+from tasks.card import write_card
 from tasks.report import REPORT, markdown, table
 from tasks.running import Stages
 from tasks.summary import combined
@@ -32,13 +35,13 @@ def compress(config: CompressConfig) -> dict[str, Any]:
     stages = Stages(place=config.store, runtime=prepared.runtime, verify=config.verify)
     built = build(stages, prepared)
     stages.close()
-    return write_output(config, stages, built, started)
+    return write_output(prepared, stages, built, started)
 
 
-def write_output(config: CompressConfig, stages: Stages, built: list[Built], started: float) -> dict[str, Any]:
+def write_output(prepared: Prepared, stages: Stages, built: list[Built], started: float) -> dict[str, Any]:
     """Copies plots and checkpoints to the output folder and writes the report with what belongs to this run alone."""
-    several = len(built) > 1
-    reports = [(one.seed, _hand_out(config, stages, one, one.seed if several else None)) for one in built]
+    config, several = prepared.config, len(built) > 1
+    reports = [(one.seed, _hand_out(prepared, stages, one, one.seed if several else None)) for one in built]
     content: dict[str, Any] = {"model": config.model.name_or_path, **combined(reports)}
     grids = [None if one.grid is None else stages.store.payload_uri(one.grid) for one in built]
     content["grid"] = grids[0]
@@ -58,22 +61,40 @@ def write_output(config: CompressConfig, stages: Stages, built: list[Built], sta
     return content
 
 
-def _hand_out(config: CompressConfig, stages: Stages, built: Built, seed: int | None) -> dict[str, Any]:
+def _hand_out(prepared: Prepared, stages: Stages, built: Built, seed: int | None) -> dict[str, Any]:
     """Copies the plots and checkpoints of one seed and returns its report; ``seed`` is None where there is no other."""
-    folder = stages.store.local(built.reported)
+    config, folder = prepared.config, stages.store.local(built.reported)
     plots = config.output / "plots" / ("" if seed is None else f"seed-{seed}")
     shutil.copytree(folder / "plots", plots, dirs_exist_ok=True)
     content: dict[str, Any] = json.loads((folder / REPORT).read_text())
     for target, merged, result in zip(config.targets, built.merges, content["results"], strict=True):
         checkpoint = config.output / "checkpoints" / (target.name if seed is None else f"{target.name}-seed-{seed}")
-        _replace_folder(stages.store.local(merged), checkpoint)
+        with _replacing(stages.store.local(merged), checkpoint) as copy:
+            write_card(
+                copy,
+                model=prepared.model,
+                report=content,
+                result=result,
+                calibration={"amount": _calibrated_on(prepared), "digest": built.training.digest},
+                seed=built.seed,
+            )
         result["checkpoint"] = str(checkpoint.resolve())
     return content
 
 
-def _replace_folder(source: Path, target: Path) -> None:
-    """Puts a copy of ``source`` in the place of ``target``; another run may do the same."""
+def _calibrated_on(prepared: Prepared) -> str:
+    """Returns how much the projectors are trained on, for people."""
+    chosen = prepared.config.calibration
+    if prepared.model.processor is not None:
+        return f"{chosen.sequences:,} images"
+    return f"{chosen.sequences:,} sequences of {chosen.sequence_length:,} tokens"
+
+
+@contextmanager
+def _replacing(source: Path, target: Path) -> Iterator[Path]:
+    """Hands out a copy of ``source``, then puts it in the place of ``target``; another run may do the same."""
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
     shutil.copytree(source, temporary)
+    yield temporary
     while not renamed(temporary, target):
         move_aside(target)

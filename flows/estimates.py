@@ -21,6 +21,7 @@ from lsp_core.costs import (
     merge_cost,
     select_cost,
 )
+from lsp_core.decode_settings import KINDS, DecodeSettings
 from lsp_core.shapes import Cost, shapes_of
 from lsp_core.training_costs import teacher_cost, train_cost
 from storage.digest import canonical_json
@@ -32,6 +33,7 @@ from tasks.artifacts import read_json
 from tasks.bases import bases
 from tasks.caching import Arguments, Stage
 from tasks.calibrate import calibrate, calibrate_test
+from tasks.decode import decode
 from tasks.evaluate import evaluate
 from tasks.fisher import fisher
 from tasks.gather import gather
@@ -85,6 +87,7 @@ class Estimates:
             select: self._select,
             merge: self._merge,
             evaluate: self._evaluate,
+            decode: self._decode,
             report: lambda _, __: Cost(written_bytes=REPORT_BYTES),
         }
 
@@ -217,6 +220,16 @@ class Estimates:
 
     def _merge(self, _: Arguments, key: str) -> Cost:
         return self._once(merge_cost, removed=self._removed[key], precision_bytes=self.precision_bytes)
+
+    def _decode(self, arguments: Arguments, _: str) -> Cost:
+        """Counts every arm as dense. A step reads weights and hardly computes, so it takes longer than its FLOPs."""
+        steps = DecodeSettings(model="").rounds * DecodeSettings(model="").tokens
+        tokens = steps * len(KINDS) * len(arguments["contexts"]) * arguments["batch"]
+        return Cost(
+            flops=2.0 * self.prepared.skeleton.num_parameters() * tokens,
+            peak_bytes=2 * self.shapes.weight_bytes,
+            written_bytes=REPORT_BYTES,
+        )
 
     def _evaluate(self, arguments: Arguments, _: str) -> Cost:
         merged, allocation = arguments.get("checkpoint"), arguments.get("allocation")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedModel
 
 from flows.config import CompressConfig
+from lsp_core.decode_cache import check_positions, full_cache_shapes
 from tasks.images import ImageOrigin, draw, labels_of, list_images, model_labels
 from tasks.models import ModelSource, TokenizerSource, load_tokenizer
 
@@ -61,3 +62,16 @@ def check_padding(skeleton: PreTrainedModel, tokenizer: TokenizerSource) -> None
             f"{tokenizer.folder}: config.json has pad_token_id {named}, the tokenizer pads with {written}: padding "
             "would count as content; set both to the same"
         )
+
+
+def check_decode(config: CompressConfig, model: ModelSource, skeleton: PreTrainedModel) -> None:
+    """Errors: ``ValueError`` for contexts that decoding cannot be timed at, or of a model that does not decode."""
+    contexts = config.evaluation.decode.contexts
+    if contexts and model.task != "causal-lm":
+        raise ValueError(f"evaluation.decode: {model.name} does not write token by token from its own text: drop it")
+    try:
+        for context in contexts:
+            check_positions(skeleton, context)
+            full_cache_shapes(skeleton.config, 1, context)
+    except ValueError as error:
+        raise ValueError(f"evaluation.decode: {error}") from None

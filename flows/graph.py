@@ -15,9 +15,11 @@ from flows.sets import Sets, Test, draw, test_examples
 from lsp_core.shapes import positions_of
 from storage.manifest import ArtifactRef
 from tasks.bases import bases
+from tasks.decode import decode
 from tasks.evaluate import evaluate
 from tasks.gather import gather
 from tasks.merge import merge
+from tasks.rates import device_name
 from tasks.report import report
 from tasks.select import select
 from tasks.train import teacher, teacher_bytes, train
@@ -34,20 +36,22 @@ class Initial:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """The artifacts of one target."""
+    """The artifacts of one target; ``decode`` is None where speed is not asked for."""
 
     allocation: ArtifactRef
     untrained: ArtifactRef
     training: ArtifactRef
     merge: ArtifactRef
     trained: ArtifactRef
+    decode: ArtifactRef | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """The artifacts that one seed's run hands out; ``merges`` has one for each target."""
+    """The artifacts that one seed's run hands out; ``merges`` has one for each target, all trained on ``training``."""
 
     seed: int | None
+    training: ArtifactRef
     reported: ArtifactRef
     merges: list[ArtifactRef]
     grid: ArtifactRef | None
@@ -120,7 +124,10 @@ def compress_target(stages: Runner, prepared: Prepared, sets: Sets, initial: Ini
         merge, target.name, model=model, bases=initial.bases, projectors=training, tolerance=config.merge_tolerance
     )
     trained = stages.run(evaluate, target.name, model=model, checkpoint=merged, **tested)
-    return Compressed(allocation=chosen, untrained=untrained, training=training, merge=merged, trained=trained)
+    speed = _time_decoding(stages, prepared, merged, target)
+    return Compressed(
+        allocation=chosen, untrained=untrained, training=training, merge=merged, trained=trained, decode=speed
+    )
 
 
 def train_target(
@@ -162,6 +169,20 @@ def train_target(
     return trainings[0] if len(trainings) == 1 else stages.run(select, target.name, trainings=trainings)
 
 
+def _time_decoding(stages: Runner, prepared: Prepared, merged: ArtifactRef, target: Target) -> ArtifactRef | None:
+    chosen = prepared.config.evaluation.decode
+    if not chosen.contexts:
+        return None
+    return stages.run(
+        decode,
+        target.name,
+        checkpoint=merged,
+        **chosen.model_dump(mode="json"),
+        dtype=str(prepared.model.torch_dtype).removeprefix("torch."),
+        machine=device_name(prepared.device),
+    )
+
+
 def _build_one(seed: int | None, stages: Runner, prepared: Prepared, sets: Sets, dense: ArtifactRef) -> Built:
     targets = prepared.config.targets
     initial = initialize(stages, prepared, sets)
@@ -183,9 +204,10 @@ def _build_one(seed: int | None, stages: Runner, prepared: Prepared, sets: Sets,
         trainings=[compressed.training for compressed in made],
         merges=[compressed.merge for compressed in made],
         trained=[compressed.trained for compressed in made],
+        **_efficiency(prepared, made),
     )
     merges = [compressed.merge for compressed in made]
-    return Built(seed=seed, reported=reported, merges=merges, grid=initial.grid)
+    return Built(seed=seed, training=sets.training, reported=reported, merges=merges, grid=initial.grid)
 
 
 def _evaluate_uniform(
@@ -201,6 +223,15 @@ def _evaluate_uniform(
         allocation=uniform,
         **_tested(prepared, replace(sets.test, transfer={}), further=False),
     )
+
+
+def _efficiency(prepared: Prepared, made: list[Compressed]) -> dict[str, Any]:
+    """Returns what the report states a decoder's memory and speed from; of other models nothing."""
+    if prepared.model.task != "causal-lm":
+        return {}
+    timed = [compressed.decode for compressed in made if compressed.decode is not None]
+    stated = {"model": prepared.model, "device_gib": prepared.config.evaluation.device_gib}
+    return {**stated, "decodes": timed} if timed else stated
 
 
 def _described(prepared: Prepared, target: Target) -> dict[str, Any]:

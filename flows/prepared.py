@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from flows.amounts import resolve_ratios
 from flows.config import CompressConfig
-from flows.fitting import check_labels, check_objectives, check_padding
+from flows.fitting import check_decode, check_labels, check_objectives, check_padding
 from flows.sources import ImageSource, TextSource
 from lsp_core.discovery import Group, discover_units
 from lsp_core.units import Unit
@@ -108,6 +108,7 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
             check_labels(f"evaluation.transfer.{name}.{purpose}", images[transferred(name, purpose)])
     if targets:
         check_objectives(config, model, skeleton, images)
+        check_decode(config, model, skeleton)
     return Prepared(
         config=config,
         model=model,

@@ -1,7 +1,7 @@
 """Where data comes from, texts and images, on the hub or in local folders, and which sets are drawn from it."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -160,6 +160,16 @@ class ValidationConfig(Section):
     sequences: int = Field(64, ge=1, description="Number of sequences, or of images.")
 
 
+class DecodeConfig(Section):
+    """How fast the compressed models decode, beside the dense one; a language model's alone."""
+
+    contexts: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="Contexts, in tokens, at which decoding is timed; none: it is not timed."
+    )
+    batch: int = Field(1, ge=1, description="Sequences decoded at once.")
+    tuned: bool = Field(False, description="Time compiled arms with CUDA graphs as well; a GPU needs minutes for each.")
+
+
 class EvaluationConfig(Section):
     """What the dense and the compressed models are compared on."""
 
@@ -191,3 +201,7 @@ class EvaluationConfig(Section):
     )
     task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
     task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
+    device_gib: float = Field(
+        95.5, gt=0, description="Memory of the device for which a language model's longest context is stated."
+    )
+    decode: DecodeConfig = Field(DecodeConfig(), description="Speed of decoding.")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lsp_core.ops import log_partition, softmax_statistics
+
 VOCABULARY_CHUNK = 4096
 
 
@@ -43,16 +45,15 @@ def teacher_statistic(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
     Computed in at least float32, with H(p) = logsumexp - h . m - c.
     """
-    h, weight, bias = _at_least_float32(h, weight, bias)
-    log_partition, m, c = _softmax_statistics(h, weight, bias)
-    return TeacherStatistic(m=m, c=c, entropy=log_partition - (h * m).sum(-1) - c)
+    log_p, m, c = softmax_statistics(h, weight, bias, VOCABULARY_CHUNK)
+    return TeacherStatistic(m=m, c=c, entropy=log_p - (h * m).sum(-1) - c)
 
 
 def label_statistic(labels: Tensor, weight: Tensor, bias: Tensor | None = None) -> TeacherStatistic:
     """Returns the statistic that makes ``divergence`` the cross-entropy, in nats, of ``labels`` (T,)."""
-    _, weight, bias = _at_least_float32(weight[:0], weight[labels], None if bias is None else bias[labels])
-    zeros = weight.new_zeros(len(labels))
-    return TeacherStatistic(m=weight, c=zeros if bias is None else bias, entropy=zeros)
+    m = _at_least_float32(weight[labels])
+    zeros = m.new_zeros(len(labels))
+    return TeacherStatistic(m=m, c=zeros if bias is None else _at_least_float32(bias[labels]), entropy=zeros)
 
 
 def divergence(h: Tensor, weight: Tensor, bias: Tensor | None, teacher: TeacherStatistic) -> Tensor:
@@ -67,13 +68,12 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, m: Tensor, c: Tensor, entropy: Tensor
     ) -> Tensor:
         ctx.dtype = h.dtype
-        h, weight, bias = _at_least_float32(h, weight, bias)
         if ctx.needs_input_grad[0]:
-            log_partition, mean_row, _ = _softmax_statistics(h, weight, bias)
+            log_q, mean_row, _ = softmax_statistics(h, weight, bias, VOCABULARY_CHUNK)
             ctx.save_for_backward(mean_row.sub_(m))
         else:
-            log_partition = _log_partition(h, weight, bias)
-        return log_partition - (h * m).sum(-1) - c - entropy
+            log_q = log_partition(h, weight, bias, VOCABULARY_CHUNK)
+        return log_q - (h * m).sum(-1) - c - entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,34 +81,5 @@ class _Divergence(torch.autograd.Function):
         return (grad[:, None] * direction).to(ctx.dtype), None, None, None, None, None
 
 
-def _at_least_float32(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    dtype = torch.promote_types(torch.promote_types(h.dtype, weight.dtype), torch.float32)
-    return h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _logit_chunks(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    for start in range(0, len(weight), VOCABULARY_CHUNK):
-        rows = weight[start : start + VOCABULARY_CHUNK]
-        offset = None if bias is None else bias[start : start + VOCABULARY_CHUNK]
-        yield rows, offset, torch.nn.functional.linear(h, rows, offset)
-
-
-def _log_partition(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # -> (T,)
-    chunks = [torch.logsumexp(logits, -1) for _, _, logits in _logit_chunks(h, weight, bias)]
-    return torch.stack(chunks).logsumexp(0)
-
-
-def _softmax_statistics(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logsumexp(W h + b) (T,), WT q (T, D), b . q (T,) with q the softmax, in one pass over the vocabulary."""
-    top = h.new_full((len(h), 1), -torch.inf)
-    total, mean_row, mean_bias = h.new_zeros(len(h), 1), torch.zeros_like(h), h.new_zeros(len(h), 1)
-    for rows, offset, logits in _logit_chunks(h, weight, bias):
-        new_top = torch.maximum(top, logits.amax(-1, keepdim=True))
-        rescale = (top - new_top).exp_()
-        mass = logits.sub_(new_top).exp_()
-        total.mul_(rescale).add_(mass.sum(-1, keepdim=True))
-        mean_row.mul_(rescale).addmm_(mass, rows)
-        if offset is not None:
-            mean_bias.mul_(rescale).add_(mass @ offset[:, None])
-        top = new_top
-    return (top + total.log()).squeeze(-1), mean_row.div_(total), mean_bias.div_(total).squeeze(-1)
+def _at_least_float32(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -108,6 +108,14 @@ def outputs_of(model: PreTrainedModel, examples: Tensor) -> Tensor:  # (B, ...) 
     return outputs
 
 
+def dense_weight(layer: FactoredLinear) -> Tensor:
+    """Returns W = B A or B C A of a factored layer, (D_out, D_in), float64."""
+    product = layer.input_factor.weight.double()
+    if layer.core is not None:
+        product = layer.core.weight.double() @ product
+    return layer.output_factor.weight.double() @ product
+
+
 def removed_directions(q: Tensor, removed: int) -> Tensor:  # (D, D) -> (D, K)
     """Returns the last ``removed`` columns of an ordered basis: merged untrained, they give NoLSP."""
     return q[:, q.shape[1] - removed :]
@@ -157,7 +165,7 @@ def _merge_group(
     for name, layer in layers.items():
         merged = factored(own[name].to(dtype).contiguous(), shared[name], bias_of(layer))
         replace_module(model, name, merged)
-        errors[name] = (_product(merged) - projected[name]).abs().max()
+        errors[name] = (dense_weight(merged) - projected[name]).abs().max()
     report: dict[str, UnitMerge] = {}
     for unit in units:
         largest = torch.stack([weights[name].double().abs().max() for name in unit.members]).max()
@@ -188,13 +196,6 @@ def _narrow(basis: Tensor, stacked: Tensor, tolerance: float) -> tuple[Tensor, f
 def _stack(unit: Unit, weights: Mapping[str, Tensor]) -> Tensor:
     """Returns the members side by side with the projected dimension first, (D, sum of the other sides)."""
     return torch.cat([weights[name].T if unit.side == "input" else weights[name] for name in unit.members], dim=1)
-
-
-def _product(layer: FactoredLinear) -> Tensor:  # (D_out, D_in), float64
-    product = layer.input_factor.weight.double()
-    if layer.core is not None:
-        product = layer.core.weight.double() @ product
-    return layer.output_factor.weight.double() @ product
 
 
 def _project_output(u: Tensor, bias: Tensor | None, _layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ A linear layer W becomes B A: ``y = B (A x) + bias``. The layers of an input-tie
 latent z = A x once a forward pass; those of an output-tied group hold one B; a layer of both has a core C between them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -16,25 +18,28 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+T = TypeVar("T")
 CACHE_LINE = 64  # bytes
+REMEDY = "the model is compressed: load it after `import lsp_core`, or with trust_remote_code=True"
+OWN = ("architectures", "transformers_version")  # what the configs of a compressed model and of its base each have
 
 
 class Once:
-    """Evaluates a function once for several readers of the same tensor, and forgets it after the last of them."""
+    """Evaluates a function once for several readers of the same tensor, and forgets it after the last of them.
+
+    Threads that share one may each evaluate it anew, but never get the other's result: what is held is one object.
+    """
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self._source: Tensor | None = None
-        self._result: Tensor | None = None
-        self._reads = 0
+        self._held: tuple[Tensor, Any, int] | None = None  # the source, the result, how often it was read
 
-    def __call__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self._source is not x or self._result is None:
-            self._source, self._result, self._reads = x, function(x), 0
-        result = self._result
-        self._reads += 1
-        if self._reads >= self.readers:
-            self._source = self._result = None
+    def __call__(self, function: Callable[[Tensor], T], x: Tensor) -> T:
+        held = self._held
+        if held is None or held[0] is not x:
+            held = x, function(x), 0
+        _, result, reads = held
+        self._held = (x, result, reads + 1) if reads + 1 < self.readers else None
         return result
 
 
@@ -63,7 +68,8 @@ class Shared(nn.Module):
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., R)
-        return self.linear(x) if self._once.readers == 1 else self._once(self.linear, x)
+        z: Tensor = self.linear(x) if self._once.readers == 1 else self._once(self.linear, x)
+        return z
 
 
 class FactoredLinear(StandIn):
@@ -87,6 +93,7 @@ class FactoredLinear(StandIn):
         self.core = core
         self.output_factor = output_factor
         self.bias_beside = bias
+        self.fused: Callable[[Tensor], Tensor] | None = None  # what computes it in place of the factors
 
     @property
     def weight(self) -> Tensor:
@@ -95,7 +102,8 @@ class FactoredLinear(StandIn):
     @property
     def bias(self) -> Tensor | None:
         """The bias (D_out,), or None."""
-        return self.output_factor.bias if isinstance(self.output_factor, nn.Linear) else self.bias_beside
+        own: Tensor | None = getattr(self.output_factor, "bias", None)  # an adapter in its place has one too
+        return own if self.bias_beside is None else self.bias_beside
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -111,6 +119,8 @@ class FactoredLinear(StandIn):
         return self.output_factor.weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., D_out)
+        if self.fused is not None:
+            return self.fused(x)
         latent = self.input_factor(x)
         if self.core is not None:
             latent = self.core(latent)
@@ -190,6 +200,10 @@ def _weight_of(layer: nn.Module) -> Tensor:  # (D_out, D_in)
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def _second_names(model: nn.Module) -> dict[str, str]:
     """Returns the second names of the parameters of shared factors, each with its first."""
     first: dict[nn.Parameter, str] = {}
@@ -198,13 +212,22 @@ def _second_names(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in held if first.setdefault(parameter, name) != name}
 
 
+def _forgive_second_names(model: nn.Module, loaded: Any) -> None:
+    """Takes out of the missing keys, whatever their prefix, the second names of what was loaded under its first."""
+    missing = loaded.missing_keys
+    for second, first in _second_names(model).items():
+        for key in [key for key in missing if key == second or key.endswith(f".{second}")]:
+            if key.removesuffix(second) + first not in missing:
+                missing.remove(key)
+
+
 class LSPConfig(PreTrainedConfig):
     """The base model's config, the units, and what is known about the compression.
 
     ``units``: the factored ones, each with ``name``, ``side``, ``members``, ``roles`` (what each member makes of the
     attention's query, key and value, joined by "+"), ``rank``. ``base_architecture``: the class of transformers that
     is compressed; ``options``: the arguments that it is built with beside its config. An attribute that is not here is
-    the base config's.
+    the base config's; one that both have is set in both.
     """
 
     model_type = "lsp"
@@ -221,10 +244,12 @@ class LSPConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         if isinstance(base_config, dict):
+            if base_config.get("dtype") == REMEDY:
+                base_config = base_config | {"dtype": kwargs.get("dtype")}
             base_config = AutoConfig.for_model(**base_config)
         if base_config is not None:
-            kwargs["is_encoder_decoder"] = base_config.is_encoder_decoder
-            kwargs |= {"id2label": base_config.id2label, "label2id": base_config.label2id}
+            shared = ("is_encoder_decoder", "id2label", "label2id", "problem_type")
+            kwargs |= {name: getattr(base_config, name) for name in shared}
         super().__init__(**kwargs)
         self.base_config = base_config
         self.base_architecture = base_architecture
@@ -240,11 +265,22 @@ class LSPConfig(PreTrainedConfig):
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return getattr(base, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = None if name.startswith("_") or name in OWN else self.__dict__.get("base_config")
+        theirs = base is not None and hasattr(base, name)
+        if theirs:
+            setattr(base, name, value)
+        if not theirs or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)  # type: ignore[no-untyped-call]
+
     def to_dict(self) -> dict[str, Any]:
         output: dict[str, Any] = super().to_dict()
         base: Any = self.__dict__.get("base_config")
         if base is not None:  # what differs from the defaults, and no path of the machine it came from
             output["base_config"] = base.to_diff_dict() | {"model_type": base.model_type}
+            # The base model's own class would find its config here and draw the factored layers at random. What it
+            # cannot take for a dtype stops it, and says what to do; the true one is the compressed model's.
+            output["base_config"]["dtype"] = REMEDY
         return output
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
@@ -284,7 +320,11 @@ class _Compressed(PreTrainedModel):
         self.model = base
         self.main_input_name = base.main_input_name
         self._can_compile_fullgraph = base._can_compile_fullgraph
+        taken = inspect.signature(base.forward).parameters.values()
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+        self.accepts_loss_kwargs = getattr(base, "accepts_loss_kwargs", open_ended)  # how trainers average losses
         self._tied_weights_keys = _second_names(self)  # what is not saved
+        self.register_load_state_dict_post_hook(_forgive_second_names)  # type: ignore[no-untyped-call]
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,8 +343,16 @@ class _Compressed(PreTrainedModel):
         self.model.set_output_embeddings(value)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Returns what the base model ties. A shared factor is one module and is loaded once under its first name."""
-        return super().get_expanded_tied_weights_keys(all_submodels=True) if all_submodels else {}
+        """Returns the second names of shared factors, tied whatever the config says, and what the base model ties."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)  # calls this one for each part
+        return _second_names(self)
+
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """As in transformers, but a shared factor that no file holds stays missing under its first name too."""
+        missing = set(loading_info.missing_keys)
+        super().mark_tied_weights_as_initialized(loading_info)  # type: ignore[no-untyped-call]
+        loading_info.missing_keys = missing
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -314,6 +362,7 @@ class _Compressed(PreTrainedModel):
         model: Any
         info: Any
         model, info = super().from_pretrained(name_or_path, *args, **kwargs)  # type: ignore[misc]
+        _forgive_second_names(model, SimpleNamespace(**info))  # those of adapters, if any
         kinds = {"missing_keys": "missing", "unexpected_keys": "too many", "mismatched_keys": "misshapen"}
         odd = {
             text: sorted(name if isinstance(name, str) else name[0] for name in info[kind])
@@ -332,7 +381,10 @@ class _Compressed(PreTrainedModel):
 
 class _Generating(_Compressed, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base model generates, by the generation config of this one."""
+        """As the base model generates, by the generation config of this one.
+
+        Its steps call the base model, which is in ``model``: to compile a step, compile ``model.forward`` of that.
+        """
         self.model.generation_config = self.generation_config
         return self.model.generate(*args, **kwargs)
 
@@ -340,16 +392,36 @@ class _Generating(_Compressed, GenerationMixin):
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
 
+# What the forward methods below name is what trainers look for in a signature, to choose columns and to find labels.
+
+
 class LSPForCausalLM(_Generating):
     """A compressed decoder."""
 
     _auto_class = "AutoModelForCausalLM"
+
+    def forward(
+        self, input_ids: Any = None, *args: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(input_ids, *args, **_given(attention_mask=attention_mask, labels=labels), **kwargs)
 
 
 class LSPForSeq2SeqLM(_Generating):
     """A compressed encoder-decoder."""
 
     _auto_class = "AutoModelForSeq2SeqLM"
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        *args: Any,
+        attention_mask: Any = None,
+        decoder_input_ids: Any = None,
+        labels: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = _given(attention_mask=attention_mask, decoder_input_ids=decoder_input_ids, labels=labels)
+        return super().forward(input_ids, *args, **given, **kwargs)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.get_encoder(*args, **kwargs)
@@ -359,6 +431,9 @@ class LSPForImageClassification(_Compressed):
     """A compressed image classifier."""
 
     _auto_class = "AutoModelForImageClassification"
+
+    def forward(self, pixel_values: Any = None, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(pixel_values, *args, **_given(labels=labels), **kwargs)
 
 
 class LSPModel(_Compressed):
@@ -384,6 +459,7 @@ def class_name(base_architecture: str) -> str:
         "LSPForImageClassification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     }
     for name, architectures in by_task.items():
-        if any(base_architecture == known or base_architecture in known for known in architectures.values()):
+        known = [(each,) if isinstance(each, str) else each for each in architectures.values()]
+        if any(base_architecture in each for each in known):
             return name
     return "LSPModel"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lsp_core.modeling_lsp import Once, StandIn, replace_module
+from lsp_core.ops import project
 from lsp_core.orthogonal import complement, orthonormalize
 from lsp_core.units import Unit, bias_of, weight_of
 
@@ -115,10 +116,8 @@ class Projector:
             return F.linear(F.linear(x, own), shared, bias)
         (u,) = self._leaves
         if self.unit.side == "input":
-            narrow = self._once(lambda source: source @ u, x)
-            return F.linear(x - F.linear(narrow * self._scales[member], u), weight, bias)
-        dense = F.linear(x, weight)
-        projected = dense - F.linear((dense @ u) * self._scales[member], u)
+            return F.linear(self._once(lambda source: project(source, u, self._scales), x)[member], weight, bias)
+        (projected,) = project(F.linear(x, weight), u, [self._scales[member]])
         return projected if bias is None else projected + bias
 
 

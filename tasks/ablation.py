@@ -10,9 +10,10 @@ from storage.manifest import ArtifactRef
 from tasks.allocate import ALLOCATION
 from tasks.artifacts import read_json
 from tasks.evaluate import EVALUATION
+from tasks.markdown import markdown_table
 from tasks.metrics import metric_of
 from tasks.plots import Dot
-from tasks.report import ACCURACIES, markdown_table, stage_table
+from tasks.report import ACCURACIES, stage_table
 from tasks.summary import deviation, spread
 from tasks.train import HISTORY
 

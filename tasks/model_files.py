@@ -27,6 +27,8 @@ TOKENIZER_PATTERNS = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 CODE_PATTERNS = ("*.py",)
+CARD = "README.md"
+LICENCE_PATTERNS = ("LICENSE*", "LICENCE*")  # with the card for people alone: in no digest
 
 
 def locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Path, str | None]:
@@ -43,6 +45,7 @@ def locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Pa
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
     commit = commit_of("model", name_or_path, revision)
     small = [*(i for _, i in WEIGHTS), *TOKENIZER_PATTERNS, *CONFIG_FILES, *PROCESSOR_FILES, *CODE_PATTERNS]
+    small += [CARD, *LICENCE_PATTERNS]
     folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=small))
     if (folder / "config.json").is_file():
         refuse_quantized(folder)  # before its weights are downloaded

@@ -123,6 +123,31 @@ def plot_cells(panels: Mapping[str, Sequence[Dot]], dense: float, title: str, pa
     _save(figure, path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Models by two figures, the first of them dense; ``notes``: what is written beside each."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    notes: Sequence[str]
+
+
+def plot_pareto(panels: Mapping[str, Sequence[Line]], quality: str, path: Path) -> None:
+    """Draws ``quality`` against the figure that each panel is called by, a line a way of compressing."""
+    figure, axes_of = _panels(len(panels))
+    for (name, lines), axes in zip(panels.items(), axes_of, strict=True):
+        for line in lines:
+            axes.plot(line.x, line.y, marker="o", markersize=4, label=line.label)
+            for x, y, note in list(zip(line.x, line.y, line.notes, strict=True))[1:]:
+                axes.annotate(note, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+        axes.scatter(lines[0].x[:1], lines[0].y[:1], marker="*", s=120, color="black", zorder=3, label="dense")
+        axes.set(xlabel=name, ylabel=quality)
+        axes.grid(alpha=0.3)
+    figure.legend(*axes_of[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
+    _save(figure, path)
+
+
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     columns = min(COLUMNS, count)
     rows = -(-count // columns)

@@ -9,17 +9,20 @@ from storage.manifest import ArtifactRef
 from tasks.allocate import ALLOCATION, read_curves
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
+from tasks.efficiency import analytic, efficiency_section, speeds, state_efficiency
 from tasks.evaluate import read_evaluation
 from tasks.gather import LEFT_ALONE
+from tasks.markdown import markdown_table
 from tasks.merge import MERGE
 from tasks.metrics import Metric, metric_of
-from tasks.plots import plot_curves, plot_ranks
+from tasks.models import ModelSource
+from tasks.plots import plot_curves, plot_pareto, plot_ranks
 from tasks.summary import Result, by_target, spread
 from tasks.train import HISTORY
 
 REPORT = "report.json"
 REASON = 120  # characters in the table of stages; the JSON has all
-CURVES, RANKS = "plots/kl_curves.png", "plots/retained_ranks.png"
+CURVES, RANKS, PARETO = "plots/kl_curves.png", "plots/retained_ranks.png", "plots/pareto.png"
 ACCURACIES = {"tasks": "Zero-shot accuracy, %", "transfer": "Transfer accuracy, %"}  # titles by key of an evaluation
 
 
@@ -39,8 +42,14 @@ def report(
     trainings: list[ArtifactRef],
     merges: list[ArtifactRef],
     trained: list[ArtifactRef],
+    model: ModelSource | None = None,
+    device_gib: float | None = None,
+    decodes: list[ArtifactRef] | None = None,
 ) -> None:
-    """Publishes ``report.json`` and the plots. The lists hold one reference for each of ``targets``."""
+    """Publishes ``report.json`` and the plots. The lists hold one reference for each of ``targets``.
+
+    ``model``, of which memory and compute are stated for a device of ``device_gib``: a decoder.
+    """
     units = read_units(work.folder(bases))
     results = [
         _with_ratio({**target, **_result(work, *refs)})
@@ -65,6 +74,12 @@ def report(
         "left_alone": read_json(work.folder(grams) / LEFT_ALONE),
         "results": results,
     }
+    if model is not None and device_gib is not None:
+        removed = [result["removed"] for result in results]
+        stated = analytic(model, units, removed, device_gib)
+        lines = state_efficiency(content, stated, device_gib, speeds(work, decodes or []))
+        if lines:
+            plot_pareto(lines, metric_of(content["dense"]).title, work.output / PARETO)
     write_json(work.output / REPORT, content)
     plot_ranks(units, {_amount(result): result["removed"] for result in results}, work.output / RANKS)
     if grid is not None:
@@ -136,6 +151,7 @@ def markdown(content: dict[str, Any]) -> str:
     ]
     lines += ["", "## Learning rates", "", *_sweeps(results)] if _swept(results) else []
     lines += _pictures(content)
+    lines += efficiency_section(content, [_seeded(PARETO, seed) for seed in content.get("seeds", [None])])
     for key, title in ACCURACIES.items():
         if dense.get(key):
             lines += ["", f"## {title}", "", *_accuracies(content, key)]
@@ -282,13 +298,3 @@ def model_label(objective: str) -> str:
 def _accuracy(metrics: Sequence[dict[str, dict[str, float]]], name: str) -> str:
     values = [100 * one[name]["acc"] if "acc" in one[name] else None for one in metrics]
     return spread(values, "{:.1f}")
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns a table as Markdown lines, aligned for people."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in [header, *rows]
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.disks import mounted
 from tests.s3 import environment, serving, using
@@ -14,6 +15,8 @@ from tests.s3 import environment, serving, using
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if not torch.cuda.is_available():  # Triton's interpreter; read when triton is imported, and importing torch does not
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 POSITIONS = 64
 END_OF_TEXT = "<|endoftext|>"
@@ -52,7 +55,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with a random Llama of 2 blocks, hidden width 32, and a tokenizer of single bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

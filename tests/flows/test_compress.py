@@ -69,6 +69,31 @@ def test_the_checkpoint_is_the_model_that_was_measured(first: dict[str, Any], fo
     assert tokenizer.decode(ids[0, -4:]) == first["results"][0]["continuation"]
 
 
+def test_the_checkpoint_has_a_card_with_the_report_s_figures(
+    first: dict[str, Any], folder: Path, tiny_model: Path
+) -> None:
+    checkpoint, (result,) = folder / "output" / "checkpoints" / "0.3-kl", first["results"]
+    card, text = json.loads((checkpoint / "card.json").read_text()), (checkpoint / "README.md").read_text()
+    assert card["figures"] == {
+        "dense": first["dense"]["perplexity"],
+        "untrained_uniform": result["perplexity_init_uniform"],
+        "untrained": result["perplexity_init"],
+        "trained": result["perplexity"],
+    }
+    for name in ("realized_ratio", "kl_joint", "kl_sum_of_isolated", "allocation", "epochs", "best_epoch"):
+        assert card[name] == result[name]
+    assert card["target"] == {"ratio": 0.3, "objective": "kl"}
+    assert card["compressed"]["parameters"] == result["parameters"]
+    assert card["dense"]["parameters"] == first["dense"]["parameters"]
+    assert {unit["name"]: unit["dimension"] - unit["rank"] for unit in card["units"]} == result["removed"]
+    calibrated = next(stage["key"] for stage in first["stages"] if stage["label"] == "calibrate training")
+    manifest = json.loads((folder / "store" / "manifest" / "calibrate" / f"{calibrated}.json").read_text())
+    assert card["calibration"] == {"amount": "16 sequences of 32 tokens", "digest": manifest["digest"]}
+    assert (card["base_model"]["name"], card["base_model"]["revision"]) == (tiny_model.name, None)
+    assert text.startswith(f"---\nbase_model: {tiny_model.name}\nlicense: unknown\n")
+    assert f"|                  LSP |     {result['perplexity']:.2f} |" in text
+
+
 def test_the_grid_opens_with_xarray(first: dict[str, Any]) -> None:
     grid = xarray.open_zarr(first["grid"])
     assert set(grid["status"].values.ravel().tolist()) == {1, 2}
@@ -76,7 +101,10 @@ def test_the_grid_opens_with_xarray(first: dict[str, Any]) -> None:
 
 
 def test_a_second_run_is_all_cached(first: dict[str, Any], folder: Path, tiny_config: Make) -> None:
+    cards = [folder / "output" / "checkpoints" / "0.3-kl" / name for name in ("card.json", "README.md")]
+    before = [path.read_bytes() for path in cards]
     second = compress(tiny_config(folder))
+    assert [path.read_bytes() for path in cards] == before
     assert states(second) == {"Cached"}
     assert second["results"] == first["results"]
 

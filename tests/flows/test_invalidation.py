@@ -106,6 +106,10 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "evaluation.task_folder": ("FOLDER", NOTHING),  # there are no tasks
     "evaluation.task_limit": (3, NOTHING),
     "evaluation.task_batch_size": (3, NOTHING),
+    "evaluation.device_gib": (80.0, NOTHING),  # the report alone, which is unknown until the evaluations ran
+    "evaluation.decode.contexts": ([8], {"decode 0.3-kl"}),
+    "evaluation.decode.batch": (2, NOTHING),  # no context is timed
+    "evaluation.decode.tuned": (True, NOTHING),
     "training.epochs": (3, {"train 0.3-kl"}),
     "training.epoch_sequences": (8, {"train 0.3-kl"}),
     "training.batch_sequences": (4, {"train 0.3-kl"}),

@@ -1,6 +1,7 @@
 """The latent of a tied group: computed once a forward pass in eager mode, kept no longer, never stale."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -71,7 +72,7 @@ def test_latent_is_computed_once_in_a_merged_model(prepare, products):
     case.logits()
     for factor in factors:
         assert sum(weight is factor.weight for weight in products) == 1
-    assert all(factor._once._source is None and factor._once._result is None for factor in shared)
+    assert all(factor._once._held is None for factor in shared)
 
 
 def test_nothing_is_retained_after_the_last_reader():
@@ -106,6 +107,24 @@ def test_an_equal_tensor_is_another_tensor():
     once(double, x)
     once(double, x.clone())
     assert len(calls) == 2
+
+
+def test_another_thread_may_read_between_any_two_lines():
+    """Threads that share a model share what holds its latents: none gets the latent of another's tensor."""
+    once, x, other = Once(2), torch.zeros(3), torch.ones(3)
+
+    def interrupt(frame, event, _):
+        if frame.f_code is Once.__call__.__code__ and event == "line":
+            assert once(torch.neg, other).equal(-other)  # is not traced in its turn
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        results = [once(torch.neg, x) for _ in range(4)]
+    finally:
+        sys.settrace(before)
+    assert all(result.equal(-x) for result in results)
 
 
 def test_latent_carries_the_gradient_of_all_readers():

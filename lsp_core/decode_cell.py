@@ -1,0 +1,158 @@
+"""One cell of the decode benchmark: all arms at one dtype, batch and context, side by side."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lsp_core.decode_cache import full_cache, full_cache_shapes
+from lsp_core.decode_latent import bytes_per_token, fill, started_cache
+from lsp_core.decode_report import GIB, measured, speedups
+from lsp_core.decode_settings import REBUILT, ROTATED, TUNED, DecodeSettings
+from lsp_core.decode_step import DecodeStep, copy_bandwidth, timed_rounds
+from lsp_core.device_memory import available_bytes
+from lsp_core.random_models import Pool, bytes_read, weight_bytes
+
+SPARE_BYTES = 1 << 28  # for activations, beside the cache
+NO_GPU = "torch.compile max-autotune and a CUDA graph need a GPU"
+GROWS = "this cache grows with every token, which a CUDA graph cannot: eager alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One model of a run, on its device; its arms are ``kind`` and ``kind``-tuned.
+
+    ``ratio``: as asked for; ``realized``: of the parameters of the targeted layers; both None of the dense model.
+    """
+
+    kind: str
+    ratio: float | None
+    realized: float | None
+    model: PreTrainedModel
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One arm: its step, or the reason why it has none. ``cache_bytes`` are held, ``read_bytes`` of them by a step."""
+
+    name: str
+    variant: Variant
+    cache_bytes: int | None = None
+    read_bytes: int | None = None
+    step: DecodeStep | None = None
+    reason: str | None = None
+
+
+def measure_cell(
+    settings: DecodeSettings,
+    variants: list[Variant],
+    base: PreTrainedConfig,
+    dtype: torch.dtype,
+    batch: int,
+    context: int,
+) -> dict[str, Any]:
+    """Returns the figures of all arms that ``settings`` ask for; the first of ``variants`` is the dense model."""
+    copied = copy_bandwidth(settings.place)
+    entries = _entries(settings, variants, base, dtype, batch, context)
+    running = [(entry, entry.step) for entry in entries if entry.step is not None]
+    rounds = timed_rounds([step for _, step in running], settings.rounds, settings.tokens, settings.place)
+    seconds = {(entry.name, entry.variant.ratio): each for (entry, _), each in zip(running, rounds, strict=True)}
+    full_bytes = sum(shape.numel() for shape in full_cache_shapes(base, batch, context)) * dtype.itemsize
+    dense_bytes = bytes_read(variants[0].model, batch) + full_bytes
+    arms = []
+    for entry in entries:
+        variant, step = entry.variant, entry.step
+        arm: dict[str, Any] = {
+            "name": entry.name,
+            "ratio": variant.ratio,
+            "realized_ratio": variant.realized,
+            "reason": entry.reason,
+            "weights_bytes": weight_bytes(variant.model),
+            "cache_bytes": entry.cache_bytes,
+        }
+        if step is not None:
+            assert entry.read_bytes is not None
+            assert entry.cache_bytes is not None
+            step_bytes = bytes_read(variant.model, batch) + entry.read_bytes
+            own = seconds[entry.name, variant.ratio]
+            arm |= {
+                "step_bytes": step_bytes,
+                "peak_bytes": None
+                if step.peak_bytes is None
+                else arm["weights_bytes"] + entry.cache_bytes + step.peak_bytes,
+                "steps_per_round": step.steps_at_a_time(settings.tokens),
+                "speedup": speedups(entry.name, variant.ratio, seconds),
+            }
+            arm |= measured(
+                own, batch=batch, step_bytes=step_bytes, dense_bytes=dense_bytes, copy_bytes_per_second=copied
+            )
+        arms.append(arm)
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": name, "batch": batch, "context": context, "copy_bytes_per_second": copied, "arms": arms}
+
+
+def _entries(
+    settings: DecodeSettings,
+    variants: list[Variant],
+    base: PreTrainedConfig,
+    dtype: torch.dtype,
+    batch: int,
+    context: int,
+) -> list[Entry]:
+    """Returns the arms in order, each with its step prepared; the full-width cache is one for all."""
+    shapes = full_cache_shapes(base, batch, context)
+    full_bytes = sum(shape.numel() for shape in shapes) * dtype.itemsize
+    too_large = _too_large(Pool.bytes_for(shapes, dtype), settings.place)
+    kinds = {arm.removesuffix(TUNED) for arm in settings.arms}
+    pool = None
+    if too_large is None and not kinds <= {REBUILT, ROTATED}:
+        pool = Pool(Pool.bytes_for(shapes, dtype), dtype, settings.place, scale=1.0)
+    entries = []
+    for variant in variants:
+        for name in (variant.kind, variant.kind + TUNED):
+            if name not in settings.arms:
+                continue
+            entry, tuned = Entry(name=name, variant=variant), name.endswith(TUNED)
+            entries.append(entry)
+            if tuned and settings.place != "cuda":
+                entry.reason = NO_GPU
+            elif tuned and variant.kind in (REBUILT, ROTATED):
+                entry.reason = GROWS
+            elif variant.kind in (REBUILT, ROTATED):
+                _prepare_latent(entry, settings, batch, context)
+            else:
+                entry.cache_bytes = entry.read_bytes = full_bytes
+                entry.reason = too_large
+                if pool is not None:
+                    step = DecodeStep(variant.model, full_cache(shapes, pool), batch, context)
+                    _prepare(entry, step, tuned=tuned)
+    return entries
+
+
+def _prepare_latent(entry: Entry, settings: DecodeSettings, batch: int, context: int) -> None:
+    cache = started_cache(entry.variant.model, "rebuilt" if entry.variant.kind == REBUILT else "rotated", batch)
+    entry.read_bytes = entry.cache_bytes = bytes_per_token(cache) * (context + 1)
+    entry.reason = _too_large(entry.read_bytes * 17 // 16, settings.place)  # the room that its rows grow by
+    if entry.reason is None:
+        fill(cache, context)
+        step = DecodeStep(entry.variant.model, cache, batch, context, restore=lambda: cache.crop(-1))
+        _prepare(entry, step, tuned=False)
+        entry.cache_bytes = cache.bytes
+
+
+def _prepare(entry: Entry, step: DecodeStep, *, tuned: bool) -> None:
+    try:
+        step.prepare(tuned=tuned)
+    except torch.OutOfMemoryError as error:
+        entry.reason = f"out of memory: {str(error).splitlines()[0]}"
+    else:
+        entry.step = step
+
+
+def _too_large(needed: int, device: str) -> str | None:
+    """Returns the reason why ``needed`` bytes cannot be held, or None."""
+    free = available_bytes(device)
+    if free is None or needed + SPARE_BYTES <= free:
+        return None
+    return f"does not fit: the cache needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"

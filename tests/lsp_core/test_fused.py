@@ -1,0 +1,118 @@
+"""Models whose groups are computed by one op: the same numbers, one call a group, and the latent cache beside it."""
+
+import copy
+
+import pytest
+import torch
+
+from lsp_core import fused
+from lsp_core.fused import fuse
+from lsp_core.merging import merge_model
+from lsp_core.modeling import compressed
+from lsp_core.modeling_lsp import FactoredLinear
+
+Group = fused._Group
+
+
+@pytest.fixture
+def make(prepare):
+    """Makes a compressed model of a family, in float64, and its tokens."""
+
+    def merged(family):
+        case = prepare(family)
+        merge_model(case.model, case.units, case.perturbed())
+        return compressed(case.model, case.units), case.tokens
+
+    return merged
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    made = []
+    plain = fused.low_rank_linear
+
+    def counted(x, a, bs, biases):
+        made.append(len(bs))
+        return plain(x, a, bs, biases)
+
+    monkeypatch.setattr(fused, "low_rank_linear", counted)
+    return made
+
+
+@pytest.mark.parametrize(("family", "members"), [("llama", [3, 1, 2, 1]), ("qwen3", [1, 1, 1, 1, 2, 1]), ("opt", None)])
+@torch.no_grad()
+def test_gives_the_same_logits_with_one_call_a_group(make, calls, family, members):
+    model, tokens = make(family)
+    expected = model(input_ids=tokens).logits
+    assert calls == []
+    groups = fuse(model)
+    logits = model(input_ids=tokens).logits
+    assert len(calls) == groups
+    assert sum(calls) == sum(isinstance(module, FactoredLinear) for module in model.modules())
+    if members is not None:
+        assert calls == members * (groups // len(members))
+    # the same products: what differs is where a shared factor's bias is added
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_ranks_are_rounded_up_by_zeros_where_kernels_ask_for_it(make, monkeypatch):
+    model, tokens = make("llama")
+    expected, before = model(input_ids=tokens).logits, copy.deepcopy(model.state_dict())
+    ranks = []
+    plain = fused.low_rank_linear
+
+    def watched(x, a, bs, biases):
+        ranks.extend([len(a), *(b.shape[1] for b in bs)])
+        return plain(x, a, bs, biases)
+
+    monkeypatch.setattr(fused, "low_rank_linear", watched)
+    monkeypatch.setattr(fused, "_Group", lambda layers, _: Group(layers, 16))
+    fuse(model)
+    logits = model(input_ids=tokens).logits
+    assert ranks
+    assert not any(rank % 16 for rank in ranks)
+    assert any(module.ranks["input"] % 16 for module in model.modules() if isinstance(module, FactoredLinear))
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_names_of_the_parameters_stay(make):
+    model, _ = make("llama")
+    names = list(model.state_dict())
+    fuse(model)
+    assert list(model.state_dict()) == names
+
+
+@torch.no_grad()
+def test_a_copy_computes_with_its_own_weights(make):
+    model, tokens = make("llama")
+    fuse(model)
+    expected = model(input_ids=tokens).logits
+    other = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert torch.equal(other(input_ids=tokens).logits, expected)
+
+
+@torch.no_grad()
+def test_the_latents_of_keys_and_values_stay_where_a_cache_reads_them(make, calls):
+    model, tokens = make("llama")
+    assert fuse(model, latent_cache=True) < fuse(copy.deepcopy(model))
+    model(input_ids=tokens)
+    assert 3 not in calls
+
+
+def test_replaced_factors_are_left_alone(make, calls):
+    model, tokens = make("llama")
+    layer = model.model.model.layers[0].mlp.down_proj
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer.output_factor.__class__ = Doubled
+    expected = model(input_ids=tokens).logits
+    fuse(model)
+    assert layer.fused is None
+    assert (model(input_ids=tokens).logits - expected).abs().max() <= 1e-12 * expected.abs().max()
