@@ -18,6 +18,7 @@ from flows.config import (
 )
 from flows.demo_text import folder_documents, python_documents, write_splits
 from flows.demo_training import END_OF_TEXT, DemoTraining, train_demo_model
+from flows.sources import DecodeConfig
 from tasks.report import side_by_side, table
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ TARGETS = (
     Target(ratio=0.7),
     Target(ratio=0.7, objective="task"),
 )
+DECODED_AT = 192  # tokens, of the 256 that the model has positions for
 PROMPT = 'def read(self, size=-1):\n    """Read and return up to size bytes, where size is an int.\n'
 
 
@@ -61,7 +63,14 @@ def demo_config(model: Path, splits: dict[str, Path], *, output: Path, store: st
         allocation=AllocationConfig(sequences=16),
         validation=ValidationConfig(text=sources["validation"], sequences=48),
         training=TrainingConfig(epochs=3, batch_sequences=8, learning_rate=2e-3, modulation_epochs=0.1),
-        evaluation=EvaluationConfig(text=sources["test"], max_tokens=40_000, bos="none", tasks=(), prompt=PROMPT),
+        evaluation=EvaluationConfig(
+            text=sources["test"],
+            max_tokens=40_000,
+            bos="none",
+            tasks=(),
+            prompt=PROMPT,
+            decode=DecodeConfig(contexts=(DECODED_AT,)),
+        ),
         store=store,
         output=output,
         device="cpu",

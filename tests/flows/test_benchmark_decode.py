@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from flows.benchmark_commands import BenchmarkDecode
 from flows.benchmark_decode import settings_of
 from flows.cli import main
-from flows.benchmark_commands import BenchmarkDecode
 from lsp_core.decode_settings import DecodeSettings
 from lsp_core.named_shapes import SHAPES
 
