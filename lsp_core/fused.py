@@ -1,7 +1,6 @@
 """The factored layers of a model computed by ``lsp::low_rank_linear``: a tied group's members in one call.
 
-For decoding on a GPU, where a few tokens take two kernels a group in place of one product a factor. Parameters keep
-their names and values. There each rank is rounded up in memory by zeros, to a multiple that the kernels load whole.
+For decoding on a GPU, where a few tokens take two kernels a group in place of one product a factor.
 """
 
 from typing import Any
@@ -12,10 +11,40 @@ from torch import Tensor, nn
 from lsp_core.modeling_lsp import FactoredLinear, Once, Shared
 from lsp_core.ops import low_rank_linear
 
-RANK_MULTIPLE = 16  # elements
+RANK_MULTIPLE = 16  # elements: rows of B that the kernels load whole
 
 
 @torch.no_grad()
+def pad_ranks(model: nn.Module, multiple: int = RANK_MULTIPLE) -> int:
+    """Rounds the ranks of ``model`` up to a multiple, in place, by zero rows of A and zero columns of B.
+
+    The outputs stay. Returns the number of factors changed. For running, not for saving: a checkpoint's ranks are those
+    of its config. Groups with a core, or with replaced factors, stay as they are.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, FactoredLinear)]
+    held = {
+        id(factor) for layer in layers if not _is_plain(layer) for factor in (layer.input_factor, layer.output_factor)
+    }
+    changed = 0
+    for layer in layers:
+        if id(layer.input_factor) not in held and id(layer.output_factor) not in held:
+            changed += _pad(layer.input_factor, 0, multiple) + _pad(layer.output_factor, 1, multiple)
+    return changed
+
+
+def _pad(factor: nn.Module, dimension: int, multiple: int) -> bool:
+    linear = factor.linear if isinstance(factor, Shared) else factor
+    assert isinstance(linear, nn.Linear)
+    missing = -linear.weight.shape[dimension] % multiple
+    if missing:
+        linear.weight = nn.Parameter(
+            nn.functional.pad(linear.weight, (0, 0, 0, missing) if dimension == 0 else (0, missing)),
+            requires_grad=False,
+        )
+        linear.out_features, linear.in_features = linear.weight.shape
+    return missing > 0
+
+
 def fuse(model: nn.Module, *, latent_cache: bool = False) -> int:
     """Makes the layers of ``model`` compute so, in place, for inference; returns the number of groups.
 
@@ -25,10 +54,12 @@ def fuse(model: nn.Module, *, latent_cache: bool = False) -> int:
     kept = _cached(model) if latent_cache else set()
     groups: dict[int, list[FactoredLinear]] = {}
     for layer in model.modules():
-        if isinstance(layer, FactoredLinear) and _is_plain(layer) and id(layer.input_factor) not in kept:
-            groups.setdefault(id(layer.input_factor), []).append(layer)
+        if isinstance(layer, FactoredLinear):
+            layer.fused = None
+            if _is_plain(layer) and id(layer.input_factor) not in kept:
+                groups.setdefault(id(layer.input_factor), []).append(layer)
     for layers in groups.values():
-        group = _Group(layers, RANK_MULTIPLE if layers[0].weight.is_cuda else 1)
+        group = _Group(layers)
         for index, layer in enumerate(layers):
             layer.fused = _Member(group, index)
     return len(groups)
@@ -51,31 +82,21 @@ def _is_plain(layer: FactoredLinear) -> bool:
 
 
 class _Group:
-    """Layers that read one input factor; their ranks are rounded up to a multiple of ``multiple``."""
+    """Layers that read one input factor."""
 
-    def __init__(self, layers: list[FactoredLinear], multiple: int) -> None:
-        shared, owned = layers[0].input_factor.weight, [layer.output_factor.weight for layer in layers]
-        missing = -len(shared) % multiple
-        self._a = _widened(shared, (0, 0, 0, missing))
-        self._bs = [_widened(weight, (0, missing)) for weight in owned]
-        self._biases = [layer.bias for layer in layers]
+    def __init__(self, layers: list[FactoredLinear]) -> None:
+        self._layers = layers
         self._once = Once(len(layers))
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return self._once(self._products, x)
 
     def _products(self, x: Tensor) -> list[Tensor]:
-        return low_rank_linear(x, self._a, self._bs, self._biases)
-
-
-def _widened(parameter: Tensor, missing: tuple[int, ...]) -> Tensor:
-    """Returns ``parameter`` with zeros behind its last rows or columns; it becomes a part of what is returned."""
-    if not any(missing):
-        return parameter
-    whole = nn.functional.pad(parameter.data, missing)
-    rows, columns = parameter.shape
-    parameter.data = whole[:rows, :columns]
-    return whole
+        layers = self._layers
+        if not all(_is_plain(layer) for layer in layers):
+            raise RuntimeError("a factor was replaced after the model was fused, by an adapter perhaps: fuse last")
+        own = [layer.output_factor.weight for layer in layers]
+        return low_rank_linear(x, layers[0].input_factor.weight, own, [layer.bias for layer in layers])
 
 
 class _Member:
