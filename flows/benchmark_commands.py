@@ -60,13 +60,13 @@ class BenchmarkDecode(BenchmarkOptions):
     dtype: tuple[str, ...] = Field(("float32",), description="float32, bfloat16, float16.")
     arms: tuple[str, ...] = Field(
         (),
-        description="What is measured: dense, untied, ours, ours-ready (laid out or fused for it), latent-rebuilt, "
-        "latent-rotated, and each with -tuned, on a GPU, compiled in a CUDA graph; by default all.",
+        description="What is measured: dense, untied, ours, both -ready (laid out or fused for it), "
+        "latent-rebuilt, latent-rotated, and each with -tuned, on a GPU, compiled in a CUDA graph; by default all.",
     )
     rounds: int = Field(9, description="Rounds in which the arms take turns.")
     tokens: int = Field(4, description="Steps of an arm in a round.")
     threads: int | None = Field(None, description="Threads of torch on a CPU, by default as many as it takes.")
-    device: str | None = Field(None, description="cpu or cuda; by default a GPU where there is one.")
+    device: str | None = Field(None, description="cpu, cuda or cuda:1; by default a GPU where there is one.")
     output: Path | None = Field(None, description="File for the JSON, rewritten whenever a context is done.")
 
     def cli_cmd(self) -> None:

@@ -5,8 +5,9 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tasks.running import Stages
 from tasks.summary import combined
 
 CONFIG = "config.yaml"
+STALE_SECONDS = 3600.0  # no copy of a file takes as long
 
 
 @flow(name="compress", persist_result=False)
@@ -94,7 +96,21 @@ def _calibrated_on(prepared: Prepared) -> str:
 def _replacing(source: Path, target: Path) -> Iterator[Path]:
     """Hands out a copy of ``source``, then puts it in the place of ``target``; another run may do the same."""
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
-    shutil.copytree(source, temporary)
-    yield temporary
-    while not renamed(temporary, target):
-        move_aside(target)
+    _clear_left(target)
+    try:
+        shutil.copytree(source, temporary)
+        yield temporary
+        while not renamed(temporary, target):
+            move_aside(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_left(target: Path) -> None:
+    """Deletes the copies for ``target`` that killed runs left: those in which nothing changed for a long time."""
+    for left in target.parent.glob(f"{escape(target.name)}.{'[0-9a-f]' * 32}.tmp"):
+        with suppress(FileNotFoundError):  # another run deletes it too, or puts it in its place
+            # times of change: a copy has the times of writing of its source
+            changed = max(path.lstat().st_ctime for path in [left, *left.rglob("*")])
+            if time.time() - changed > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

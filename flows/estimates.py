@@ -21,7 +21,9 @@ from lsp_core.costs import (
     merge_cost,
     select_cost,
 )
-from lsp_core.decode_settings import KINDS, DecodeSettings
+from lsp_core.decode_cache import full_cache_shapes
+from lsp_core.decode_settings import LATENT, MADE_READY, TUNED
+from lsp_core.decode_step import COPY_BYTES, COPY_RUNS, WARM_STEPS
 from lsp_core.shapes import Cost, shapes_of
 from lsp_core.training_costs import teacher_cost, train_cost
 from storage.digest import canonical_json
@@ -33,7 +35,7 @@ from tasks.artifacts import read_json
 from tasks.bases import bases
 from tasks.caching import Arguments, Stage
 from tasks.calibrate import calibrate, calibrate_test
-from tasks.decode import decode
+from tasks.decode import decode, settings_of
 from tasks.evaluate import evaluate
 from tasks.fisher import fisher
 from tasks.gather import gather
@@ -52,6 +54,8 @@ DOCUMENT_TOKENS = 100  # of a document that an encoder reads: about a paragraph
 HUB_TEXT_BYTES = 2_000_000  # taken for a hub dataset, whose size is not known here
 HUB_IMAGES = 10_000  # likewise, where it has no cap
 REPORT_BYTES = 500_000
+BANDWIDTH = {"cpu": 1e10, "cuda": 1e12}  # bytes a second that a decode step reads, roughly
+COMPILE_SECONDS = 120  # of one tuned arm at one context, roughly
 
 
 class Estimates:
@@ -222,14 +226,33 @@ class Estimates:
         return self._once(merge_cost, removed=self._removed[key], precision_bytes=self.precision_bytes)
 
     def _decode(self, arguments: Arguments, _: str) -> Cost:
-        """Counts every arm as dense. A step reads weights and hardly computes, so it takes longer than its FLOPs."""
-        steps = DecodeSettings(model="").rounds * DecodeSettings(model="").tokens
-        tokens = steps * len(KINDS) * len(arguments["contexts"]) * arguments["batch"]
+        """Counts every arm as dense: a step reads the weights and the cache, which takes longer than its FLOPs.
+
+        The peak: the weights, on a GPU also the copies that four arms make of theirs, the full-width cache and two
+        with latents, each at most as large, or in their place the two ends of the copy that bandwidth is measured by.
+        """
+        names = ("contexts", "batch", "dtype", "tuned")
+        settings = settings_of("", **{name: arguments[name] for name in names}, device=self.prepared.device)
+        kind = torch.device(settings.place).type
+        measurable = [arm for arm in settings.arms if not arm.endswith(TUNED) or kind == "cuda"]
+        tuned = sum(arm.endswith(TUNED) and arm.removesuffix(TUNED) not in LATENT for arm in measurable)
+        arms = len(measurable) - (len(LATENT) if tuned else 0)
+        caches = [self._cache_bytes(arguments["batch"], context) for context in arguments["contexts"]]
+        steps = arms * (settings.rounds * settings.tokens + WARM_STEPS + 1)
+        read = sum(self.shapes.weight_bytes + cache for cache in caches) * steps
+        copied = 2 * COPY_BYTES[kind] * (COPY_RUNS * len(caches))
+        compiling = COMPILE_SECONDS * tuned * len(caches)
         return Cost(
-            flops=2.0 * self.prepared.skeleton.num_parameters() * tokens,
-            peak_bytes=2 * self.shapes.weight_bytes,
+            flops=2.0 * self.shapes.parameters * steps * arguments["batch"] * len(caches),
+            peak_bytes=self.shapes.weight_bytes * (1 if kind == "cpu" else 1 + len(MADE_READY))
+            + max(3 * max(caches), 2 * COPY_BYTES[kind]),
             written_bytes=REPORT_BYTES,
+            more_seconds=(read + copied) / BANDWIDTH[kind] + compiling,
         )
+
+    def _cache_bytes(self, batch: int, context: int) -> int:
+        shapes = full_cache_shapes(self.prepared.skeleton.config, batch, context)
+        return sum(shape.numel() for shape in shapes) * self.shapes.dtype.itemsize
 
     def _evaluate(self, arguments: Arguments, _: str) -> Cost:
         merged, allocation = arguments.get("checkpoint"), arguments.get("allocation")

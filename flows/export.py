@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lsp_core.export import export_dense
 from storage.files import renamed
-from tasks.model_files import LICENCE_PATTERNS, TOKENIZER_PATTERNS, matching
+from tasks.model_files import LICENCE_PATTERNS, TERMS_PATTERNS, TOKENIZER_PATTERNS, matching
 from tasks.processors import PROCESSOR_FILES
 
 
@@ -62,7 +62,8 @@ def _taken(output: Path) -> ValueError:
 
 def _copy(folder: Path, output: Path) -> None:
     """Copies what a model reads with, and its licence."""
-    for path in matching(folder, (*TOKENIZER_PATTERNS, *PROCESSOR_FILES, *LICENCE_PATTERNS)):
+    licence = (*LICENCE_PATTERNS, *TERMS_PATTERNS)
+    for path in matching(folder, (*TOKENIZER_PATTERNS, *PROCESSOR_FILES, *licence)):
         target = output / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)

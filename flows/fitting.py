@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedModel
 
 from flows.config import CompressConfig
-from lsp_core.decode_cache import check_positions, full_cache_shapes
+from lsp_core.decode_checks import check_decoder, check_positions
+from tasks.decode import settings_of
 from tasks.images import ImageOrigin, draw, labels_of, list_images, model_labels
-from tasks.models import ModelSource, TokenizerSource, load_tokenizer
+from tasks.models import ModelSource, TokenizerSource, load_tokenizer, resolve_device
 
 Pools = Mapping[str, Sequence[ImageOrigin]]  # images by their role
 
@@ -65,13 +66,17 @@ def check_padding(skeleton: PreTrainedModel, tokenizer: TokenizerSource) -> None
 
 
 def check_decode(config: CompressConfig, model: ModelSource, skeleton: PreTrainedModel) -> None:
-    """Errors: ``ValueError`` for contexts that decoding cannot be timed at, or of a model that does not decode."""
-    contexts = config.evaluation.decode.contexts
-    if contexts and model.task != "causal-lm":
+    """Errors: ``ValueError`` for what decoding cannot be timed of: a model, a context, a dtype or a device."""
+    chosen = config.evaluation.decode
+    if not chosen.contexts:
+        return
+    if model.task != "causal-lm":
         raise ValueError(f"evaluation.decode: {model.name} does not write token by token from its own text: drop it")
     try:
-        for context in contexts:
+        dtype = str(model.torch_dtype).removeprefix("torch.")
+        settings_of("", **chosen.model_dump(), dtype=dtype, device=resolve_device(config.device))
+        check_decoder(skeleton)
+        for context in chosen.contexts:
             check_positions(skeleton, context)
-            full_cache_shapes(skeleton.config, 1, context)
     except ValueError as error:
         raise ValueError(f"evaluation.decode: {error}") from None

@@ -36,14 +36,14 @@ class Initial:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """The artifacts of one target; ``decode`` is None where speed is not asked for."""
+    """The artifacts of one target; ``decode`` is None where speed is not asked for, or not yet."""
 
     allocation: ArtifactRef
     untrained: ArtifactRef
     training: ArtifactRef
     merge: ArtifactRef
     trained: ArtifactRef
-    decode: ArtifactRef | None
+    decode: ArtifactRef | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,7 @@ def compress_target(stages: Runner, prepared: Prepared, sets: Sets, initial: Ini
         merge, target.name, model=model, bases=initial.bases, projectors=training, tolerance=config.merge_tolerance
     )
     trained = stages.run(evaluate, target.name, model=model, checkpoint=merged, **tested)
-    speed = _time_decoding(stages, prepared, merged, target)
-    return Compressed(
-        allocation=chosen, untrained=untrained, training=training, merge=merged, trained=trained, decode=speed
-    )
+    return Compressed(allocation=chosen, untrained=untrained, training=training, merge=merged, trained=trained)
 
 
 def train_target(
@@ -180,6 +177,7 @@ def _time_decoding(stages: Runner, prepared: Prepared, merged: ArtifactRef, targ
         **chosen.model_dump(mode="json"),
         dtype=str(prepared.model.torch_dtype).removeprefix("torch."),
         machine=device_name(prepared.device),
+        torch_version=version("torch"),
     )
 
 
@@ -188,7 +186,8 @@ def _build_one(seed: int | None, stages: Runner, prepared: Prepared, sets: Sets,
     initial = initialize(stages, prepared, sets)
     made, uniform = [], []
     for target in targets:
-        made.append(compress_target(stages, prepared, sets, initial, target))
+        compressed = compress_target(stages, prepared, sets, initial, target)
+        made.append(replace(compressed, decode=_time_decoding(stages, prepared, compressed.merge, target)))
         uniform.append(_evaluate_uniform(stages, prepared, sets, initial, made[-1].allocation, target))
     reported = stages.run(
         report,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tasks.mixing import apportion
 
@@ -163,11 +163,18 @@ class ValidationConfig(Section):
 class DecodeConfig(Section):
     """How fast the compressed models decode, beside the dense one; a language model's alone."""
 
-    contexts: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+    contexts: tuple[Annotated[int, Field(ge=2)], ...] = Field(
         (), description="Contexts, in tokens, at which decoding is timed; none: it is not timed."
     )
     batch: int = Field(1, ge=1, description="Sequences decoded at once.")
     tuned: bool = Field(False, description="Time compiled arms with CUDA graphs as well; a GPU needs minutes for each.")
+
+    @field_validator("contexts")
+    @classmethod
+    def _no_context_twice(cls, contexts: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(contexts)) < len(contexts):
+            raise ValueError("a context is listed twice: list each once")
+        return contexts
 
 
 class EvaluationConfig(Section):

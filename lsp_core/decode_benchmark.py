@@ -6,9 +6,14 @@ torch and transformers are installed.
 """
 
 import argparse
+import gc
 import json
 import logging
+import os
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,39 +22,18 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from lsp_core.decode_cache import check_positions, full_cache_shapes
-from lsp_core.decode_cell import Variant, measure_cell
-from lsp_core.decode_report import GIB, table
-from lsp_core.decode_settings import (
-    DENSE,
-    DTYPES,
-    OURS,
-    READY,
-    REBUILT,
-    ROTATED,
-    TUNED,
-    UNTIED,
-    DecodeSettings,
-)
-from lsp_core.decode_step import MASKLESS
-from lsp_core.decoding import make_ready
-from lsp_core.device_memory import available_bytes, processor_name
+from lsp_core.decode_cell import measure_cell
+from lsp_core.decode_checks import check_compressed, check_decoder, check_positions
+from lsp_core.decode_report import table
+from lsp_core.decode_settings import DTYPES, DecodeSettings
+from lsp_core.decode_variants import Units, give_weights, variants_of
+from lsp_core.device_memory import processor_name
 from lsp_core.modeling_lsp import LSPConfig
 from lsp_core.named_shapes import config_of
-from lsp_core.random_models import (
-    Pool,
-    dense_model,
-    described_units,
-    materialize,
-    pooled_shapes,
-    realized_ratio,
-    tied_model,
-    untied_model,
-)
+from lsp_core.random_models import dense_model, described_units
 
 log = logging.getLogger(__name__)
 
-Units = list[dict[str, Any]]
 NOTE = "Weights and cached keys, values and latents are random numbers: good for speed, not for text."
 
 
@@ -61,15 +45,18 @@ def decode(settings: DecodeSettings, output: Path | None = None) -> dict[str, An
     measured copy; ``byte_bound``, the speed-up over dense if bytes were all that counted; ``cache_bytes`` of the
     tensors held; ``peak_bytes``, on a GPU: weights, cache and the most that a step allocates. An arm that was not
     measured has a ``reason`` in place of these.
-    Errors: ``ValueError`` for a model or a context that cannot be decoded, or weights that do not fit the device.
+    Errors: ``ValueError`` for a model or a context that cannot be decoded, weights of which none fit the device, or an
+    ``output`` that cannot be written.
     """
+    if output is not None:
+        _check_writable(output)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     config = config_of(settings.model)
     base, compressions = _compressions(config, settings.ratios)
     empty = dense_model(base)
+    check_decoder(empty)
     remarks = [check_positions(empty, context) for context in settings.contexts]
-    full_cache_shapes(base, 1, 1)  # raises for what cannot be measured
     result: dict[str, Any] = {
         "benchmark": "decode",
         "model": settings.model,
@@ -82,22 +69,48 @@ def decode(settings: DecodeSettings, output: Path | None = None) -> dict[str, An
         "ranks": [],
         "cells": [],
     }
-    for dtype in settings.dtypes:
-        variants, result["ranks"] = _variants(settings, base, compressions)
-        pool = _pool(variants, settings, dtype)
-        for variant in variants:
-            materialize(variant.model, pool, DTYPES[dtype], settings.place)
-            if variant.kind in (READY, REBUILT, ROTATED):
-                make_ready(variant.model, latent_cache=variant.kind != READY)
-        for batch in settings.batches:
-            for context in settings.contexts:
-                log.info("%s, batch %d, context %d", dtype, batch, context)
-                result["cells"].append(measure_cell(settings, variants, base, DTYPES[dtype], batch, context))
+    with torch.cuda.device(settings.place) if settings.on_gpu else nullcontext():
+        for dtype in settings.dtypes:
+            for cell in _cells(settings, base, compressions, dtype, result):
+                result["cells"].append(cell)
                 if output is not None:
-                    output.parent.mkdir(parents=True, exist_ok=True)
-                    output.write_text(json.dumps(result, indent=2) + "\n")
-        del variants, pool
+                    _write(output, json.dumps(result, indent=2) + "\n")
+            gc.collect()  # the weights of one dtype make room for those of the next
     return result
+
+
+def _cells(
+    settings: DecodeSettings,
+    base: PreTrainedConfig,
+    compressions: dict[float | None, Units],
+    dtype: str,
+    result: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Yields the cells of one dtype, whose weights nothing holds afterwards; puts the ranks into ``result``."""
+    variants, result["ranks"] = variants_of(settings, base, compressions)
+    give_weights(variants, settings, dtype)
+    for batch in settings.batches:
+        for context in settings.contexts:
+            log.info("%s, batch %d, context %d", dtype, batch, context)
+            yield measure_cell(settings, variants, base, DTYPES[dtype], batch, context)
+
+
+def _check_writable(output: Path) -> None:
+    if output.is_dir():
+        raise ValueError(f"output: {output} is a folder: name a file in it")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output: {output} cannot be written: {error.strerror}") from None
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"output: {output} cannot be written: no permission")
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file such that nobody ever reads a part of it."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _compressions(
@@ -105,46 +118,13 @@ def _compressions(
 ) -> tuple[PreTrainedConfig, dict[float | None, Units]]:
     """Returns the dense config, and the units by ratio; those of a compressed model's config by None."""
     if isinstance(config, LSPConfig):
+        check_compressed(config)
         assert config.base_config is not None
         return config.base_config, {None: config.units}
-    return config, {ratio: described_units(config, ratio) for ratio in ratios}
-
-
-def _variants(
-    settings: DecodeSettings, base: PreTrainedConfig, compressions: dict[float | None, Units]
-) -> tuple[list[Variant], list[dict[str, Any]]]:
-    """Returns the models that the arms need, on the meta device, the dense one first; and the ranks by ratio."""
-    wanted = {arm.removesuffix(TUNED) for arm in settings.arms}
-    dense = dense_model(base)
-    variants = [Variant(kind=DENSE, ratio=None, realized=None, model=dense)]
-    ranks = []
-    for asked, units in compressions.items():
-        realized = realized_ratio(dense, tied_model(base, units))
-        ratio = realized if asked is None else asked
-        chosen: dict[str, Any] = {"ratio": ratio, "tied": {unit["name"]: unit["rank"] for unit in units}}
-        if UNTIED in wanted:
-            pairs, chosen["untied"] = untied_model(base, realized)
-            variants.append(Variant(kind=UNTIED, ratio=ratio, realized=realized_ratio(dense, pairs), model=pairs))
-        for kind in (OURS, READY, REBUILT, ROTATED):
-            if kind in wanted:
-                variants.append(Variant(kind=kind, ratio=ratio, realized=realized, model=tied_model(base, units)))
-        ranks.append(chosen)
-    for variant in variants:
-        if variant.kind not in (REBUILT, ROTATED):  # a latent cache brings an attention of its own
-            variant.model.set_attn_implementation(MASKLESS)
-    return variants, ranks
-
-
-def _pool(variants: list[Variant], settings: DecodeSettings, dtype: str) -> Pool:
-    """Errors: ``ValueError`` if the largest model does not fit the device."""
-    needed = max(Pool.bytes_for(pooled_shapes(variant.model), DTYPES[dtype]) for variant in variants)
-    free = available_bytes(settings.place)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"the weights of {settings.model} in {dtype} need {needed / GIB:.1f} GiB, and the {settings.place} has "
-            f"{free / GIB:.1f} GiB free: ask for --dtype bfloat16, a smaller shape or another device"
-        )
-    return Pool(needed, DTYPES[dtype], settings.place)
+    try:
+        return config, {ratio: described_units(config, ratio) for ratio in ratios}
+    except RuntimeError as error:  # of shapes that do not fit
+        raise ValueError(f"a {config.model_type} with this config cannot run: {str(error).splitlines()[0]}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -165,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{option}", dest=name, default=shown, type=_list_of(kind), help=f"default: {shown}")
     for name in ("rounds", "tokens", "threads"):
         parser.add_argument(f"--{name}", default=defaults[name], type=int, help=f"default: {defaults[name]}")
-    parser.add_argument("--device", help="cpu or cuda; default: a GPU where there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: a GPU where there is one")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--output", type=Path, help="write the JSON here too, after every cell")
     given = vars(parser.parse_args(arguments))

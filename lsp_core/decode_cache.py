@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from lsp_core.decode_checks import check_full_attention
 from lsp_core.random_models import Pool
 
 
@@ -51,13 +52,7 @@ def full_cache_shapes(config: PreTrainedConfig, batch: int, context: int) -> lis
     Errors: ``ValueError`` if a layer keeps a window only.
     """
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    if kinds != {"full_attention"} or window is not None:
-        raise ValueError(
-            f"a {text.model_type} of layers {', '.join(sorted(kinds))} and window {window} does not keep every key and "
-            "value: decoding is measured for full attention only"
-        )
+    check_full_attention(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return [torch.Size((batch, heads, context + 1, width))] * (2 * text.num_hidden_layers)
@@ -67,17 +62,3 @@ def full_cache(shapes: Sequence[torch.Size], pool: Pool) -> Cache:
     """Returns the cache of ``full_cache_shapes``, filled from ``pool``."""
     tensors = pool.take(shapes)
     return Cache(layers=[FixedLayer(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)])
-
-
-def check_positions(model: PreTrainedModel, context: int) -> str | None:
-    """Returns a remark where ``context`` lies beyond what the config names, which rotary positions allow, or None.
-
-    Errors: ``ValueError`` where positions are learned and there are fewer.
-    """
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is None or context < most:
-        return None
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if any(table is not model.get_input_embeddings() for table in tables):
-        raise ValueError(f"context {context}: the model has {most} learned positions; ask for at most {most - 1}")
-    return f"context {context} lies beyond the {most} positions of the config: good for speed, not for text"

@@ -1,6 +1,8 @@
 """One cell of the decode benchmark: all arms at one dtype, batch and context, side by side."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,27 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lsp_core.decode_cache import full_cache, full_cache_shapes
 from lsp_core.decode_latent import bytes_per_token, fill, started_cache
 from lsp_core.decode_report import GIB, measured, speedups
-from lsp_core.decode_settings import REBUILT, ROTATED, TUNED, DecodeSettings
+from lsp_core.decode_settings import LATENT, REBUILT, TUNED, DecodeSettings
 from lsp_core.decode_step import DecodeStep, copy_bandwidth, timed_rounds
+from lsp_core.decode_variants import Variant, reason_of, wanted_kinds
 from lsp_core.device_memory import available_bytes
 from lsp_core.random_models import Pool, bytes_read, weight_bytes
 
 SPARE_BYTES = 1 << 28  # for activations, beside the cache
 NO_GPU = "torch.compile max-autotune and a CUDA graph need a GPU"
 GROWS = "this cache grows with every token, which a CUDA graph cannot: eager alone"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One model of a run, on its device; its arms are ``kind`` and ``kind``-tuned.
-
-    ``ratio``: as asked for; ``realized``: of the parameters of the targeted layers; both None of the dense model.
-    """
-
-    kind: str
-    ratio: float | None
-    realized: float | None
-    model: PreTrainedModel
 
 
 @dataclass(kw_only=True)
@@ -59,6 +49,7 @@ def measure_cell(
     rounds = timed_rounds([step for _, step in running], settings.rounds, settings.tokens, settings.place)
     seconds = {(entry.name, entry.variant.ratio): each for (entry, _), each in zip(running, rounds, strict=True)}
     full_bytes = sum(shape.numel() for shape in full_cache_shapes(base, batch, context)) * dtype.itemsize
+    assert variants[0].model is not None
     dense_bytes = bytes_read(variants[0].model, batch) + full_bytes
     arms = []
     for entry in entries:
@@ -68,12 +59,13 @@ def measure_cell(
             "ratio": variant.ratio,
             "realized_ratio": variant.realized,
             "reason": entry.reason,
-            "weights_bytes": weight_bytes(variant.model),
+            "weights_bytes": None if variant.model is None else weight_bytes(variant.model),
             "cache_bytes": entry.cache_bytes,
         }
         if step is not None:
             assert entry.read_bytes is not None
             assert entry.cache_bytes is not None
+            assert variant.model is not None
             step_bytes = bytes_read(variant.model, batch) + entry.read_bytes
             own = seconds[entry.name, variant.ratio]
             arm |= {
@@ -104,50 +96,63 @@ def _entries(
     shapes = full_cache_shapes(base, batch, context)
     full_bytes = sum(shape.numel() for shape in shapes) * dtype.itemsize
     too_large = _too_large(Pool.bytes_for(shapes, dtype), settings.place)
-    kinds = {arm.removesuffix(TUNED) for arm in settings.arms}
     pool = None
-    if too_large is None and not kinds <= {REBUILT, ROTATED}:
+    if too_large is None and not wanted_kinds(settings) <= set(LATENT):
         pool = Pool(Pool.bytes_for(shapes, dtype), dtype, settings.place, scale=1.0)
     entries = []
     for variant in variants:
         for name in (variant.kind, variant.kind + TUNED):
             if name not in settings.arms:
                 continue
-            entry, tuned = Entry(name=name, variant=variant), name.endswith(TUNED)
+            entry, tuned = Entry(name=name, variant=variant, reason=variant.reason), name.endswith(TUNED)
             entries.append(entry)
-            if tuned and settings.place != "cuda":
+            if tuned and not settings.on_gpu:
                 entry.reason = NO_GPU
-            elif tuned and variant.kind in (REBUILT, ROTATED):
+            elif tuned and variant.kind in LATENT:
                 entry.reason = GROWS
-            elif variant.kind in (REBUILT, ROTATED):
-                _prepare_latent(entry, settings, batch, context)
-            else:
+            elif variant.kind not in LATENT:
                 entry.cache_bytes = entry.read_bytes = full_bytes
-                entry.reason = too_large
-                if pool is not None:
-                    step = DecodeStep(variant.model, full_cache(shapes, pool), batch, context)
-                    _prepare(entry, step, tuned=tuned)
+                entry.reason = entry.reason or too_large
+            if entry.reason is None:
+                assert variant.model is not None
+                if variant.kind in LATENT:
+                    _attempt(entry, partial(_latent_step, entry, variant.model, settings, batch, context))
+                else:
+                    assert pool is not None
+                    _attempt(entry, partial(_full_step, variant.model, shapes, pool, batch, context, tuned=tuned))
     return entries
 
 
-def _prepare_latent(entry: Entry, settings: DecodeSettings, batch: int, context: int) -> None:
-    cache = started_cache(entry.variant.model, "rebuilt" if entry.variant.kind == REBUILT else "rotated", batch)
+def _attempt(entry: Entry, prepare: Callable[[], DecodeStep | None]) -> None:
+    """Gives an arm its step; whatever goes wrong with one is its reason, and the others are measured."""
+    try:
+        entry.step = prepare()
+    except Exception as error:
+        entry.reason = reason_of(error)
+
+
+def _full_step(
+    model: PreTrainedModel, shapes: list[torch.Size], pool: Pool, batch: int, context: int, *, tuned: bool
+) -> DecodeStep:
+    step = DecodeStep(model, full_cache(shapes, pool), batch, context)
+    step.prepare(tuned=tuned)
+    return step
+
+
+def _latent_step(
+    entry: Entry, model: PreTrainedModel, settings: DecodeSettings, batch: int, context: int
+) -> DecodeStep | None:
+    """Returns a step with a filled latent cache and notes its bytes; None, with the reason, if it does not fit."""
+    cache = started_cache(model, "rebuilt" if entry.variant.kind == REBUILT else "rotated", batch)
     entry.read_bytes = entry.cache_bytes = bytes_per_token(cache) * (context + 1)
     entry.reason = _too_large(entry.read_bytes * 17 // 16, settings.place)  # the room that its rows grow by
-    if entry.reason is None:
-        fill(cache, context)
-        step = DecodeStep(entry.variant.model, cache, batch, context, restore=lambda: cache.crop(-1))
-        _prepare(entry, step, tuned=False)
-        entry.cache_bytes = cache.bytes
-
-
-def _prepare(entry: Entry, step: DecodeStep, *, tuned: bool) -> None:
-    try:
-        step.prepare(tuned=tuned)
-    except torch.OutOfMemoryError as error:
-        entry.reason = f"out of memory: {str(error).splitlines()[0]}"
-    else:
-        entry.step = step
+    if entry.reason is not None:
+        return None
+    fill(cache, context)
+    step = DecodeStep(model, cache, batch, context, restore=lambda: cache.crop(-1))
+    step.prepare(tuned=False)
+    entry.cache_bytes = cache.bytes
+    return step
 
 
 def _too_large(needed: int, device: str) -> str | None:

@@ -5,7 +5,9 @@ from statistics import quantiles
 from typing import Any
 
 GIB = 2**30
-BASELINES = ("dense", "dense-tuned", "untied", "untied-tuned", "ours-ready", "ours-ready-tuned")
+BASELINES = tuple(
+    name + suffix for name in ("dense", "untied", "untied-ready", "ours-ready") for suffix in ("", "-tuned")
+)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -48,20 +50,25 @@ def measured(
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Returns the result as lines of a table in Markdown, one for each cell with its notes."""
+    """Returns the result as lines of a table in Markdown, one for each cell with its notes.
+
+    Arms that are made ready, those with a latent cache among them, are compared with untied pairs that are so too.
+    """
     lines = [
         f"{result['model']} on {result['device']}, {result['threads']} threads, torch {result['torch']}",
         *result["notes"],
     ]
     for cell in result["cells"]:
         copied = cell["copy_bytes_per_second"] / 1e9
+        peaks = any(arm.get("peak_bytes") is not None for arm in cell["arms"])
         lines += [
             "",
             f"{cell['dtype']}, batch {cell['batch']}, context {cell['context']}; copy: {copied:.1f} GB/s",
             "",
-            "| removed | arm | tokens/s | quartiles | x dense | x untied | bound | of copy | weights GiB | cache GiB |",
-            "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-            *(_row(arm) for arm in cell["arms"] if arm["reason"] is None),
+            "| removed | arm | tokens/s | quartiles | x dense | x untied | bound | of copy | weights GiB | cache GiB |"
+            + (" peak GiB |" if peaks else ""),
+            "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|" + ("---:|" if peaks else ""),
+            *(_row(arm, peaks=peaks) for arm in cell["arms"] if arm["reason"] is None),
         ]
         reasons: dict[str, list[str]] = {}
         for arm in cell["arms"]:
@@ -72,7 +79,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _row(arm: Mapping[str, Any]) -> str:
+def _row(arm: Mapping[str, Any], *, peaks: bool) -> str:
     removed = "" if arm["ratio"] is None else f"{arm['realized_ratio']:.1%}"
     speed, gained = arm["tokens_per_second"], arm["speedup"]
 
@@ -80,8 +87,11 @@ def _row(arm: Mapping[str, Any]) -> str:
         return next((f"{gained[name]['median']:.2f}" for name in names if name in gained), "")
 
     tuned = "-tuned" if arm["name"].endswith("-tuned") else ""
+    ready = arm["name"].startswith(("ours-ready", "latent"))
+    untied = f"untied-ready{tuned}" if ready else f"untied{tuned}"
+    peak = f" {arm['peak_bytes'] / GIB:.2f} |" if peaks else ""
     return (
         f"| {removed} | {arm['name']} | {speed['median']:.2f} | {speed['lower']:.2f} .. {speed['upper']:.2f} "
-        f"| {over('dense' + tuned)} | {over('untied' + tuned)} | {arm['byte_bound']:.2f} "
-        f"| {arm['bandwidth_share']:.0%} | {arm['weights_bytes'] / GIB:.2f} | {arm['cache_bytes'] / GIB:.3f} |"
+        f"| {over('dense' + tuned)} | {over(untied)} | {arm['byte_bound']:.2f} "
+        f"| {arm['bandwidth_share']:.0%} | {arm['weights_bytes'] / GIB:.2f} | {arm['cache_bytes'] / GIB:.3f} |{peak}"
     )

@@ -7,14 +7,17 @@ import torch
 from lsp_core.allocation import check_ratio
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DENSE, UNTIED, OURS, READY, REBUILT, ROTATED = KINDS = (
+DENSE, UNTIED, UNTIED_READY, OURS, READY, REBUILT, ROTATED = KINDS = (
     "dense",
     "untied",
+    "untied-ready",  # made ready for decoding: ``fuse`` on a GPU, ``lay_out`` on a CPU
     "ours",
-    "ours-ready",  # made ready for decoding: ``fuse`` on a GPU, ``lay_out`` on a CPU; so are those with a latent cache
+    "ours-ready",  # likewise, and so are those with a latent cache
     "latent-rebuilt",
     "latent-rotated",
 )
+LATENT = (REBUILT, ROTATED)
+MADE_READY = (UNTIED_READY, READY, *LATENT)
 TUNED = "-tuned"
 ARMS = tuple(kind + suffix for kind in KINDS for suffix in ("", TUNED))
 LEAST = {"contexts": 2, "batches": 1, "rounds": 2, "tokens": 1, "threads": 1}
@@ -27,7 +30,8 @@ class DecodeSettings:
     ``model``: a named shape, a folder with a config.json, or a config's JSON file; of a compressed model the units are
     its own and ``ratios`` do not count. ``rounds`` in which the arms take turns of ``tokens`` steps, fewer where they
     are slow.
-    ``threads``: of torch on a CPU; None: as they are. ``device``: "cpu" or "cuda"; None: a GPU where there is one.
+    ``threads``: of torch on a CPU; None: as they are. ``device``: "cpu", "cuda" or "cuda:1"; None: a GPU
+    where there is one.
     Errors: ``ValueError`` for numbers out of range and unknown names.
     """
 
@@ -58,12 +62,25 @@ class DecodeSettings:
                 raise ValueError(f"{name}: give at least one, and each once")
         for ratio in self.ratios:
             check_ratio(ratio, 1.0)
-        if self.place not in ("cpu", "cuda"):
-            raise ValueError(f"device: decoding is measured on cpu or cuda, not on {self.place!r}")
-        if self.place == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device: torch sees no GPU here; drop --device, or ask for cpu")
+        self._check_device()
 
     @property
     def place(self) -> str:
         """The device that is measured."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.place).type == "cuda"
+
+    def _check_device(self) -> None:
+        try:
+            kind, index = torch.device(self.place).type, torch.device(self.place).index
+        except RuntimeError:
+            kind, index = "", None
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device: decoding is measured on cpu or cuda, not on {self.place!r}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device: torch sees no GPU here; drop --device, or ask for cpu")
+        if kind == "cuda" and index is not None and index >= torch.cuda.device_count():
+            raise ValueError(f"device: there is no {self.place}, torch sees {torch.cuda.device_count()} GPUs")

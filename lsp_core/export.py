@@ -1,7 +1,8 @@
 """From a compressed checkpoint back to an ordinary dense one of the base architecture, for any runtime.
 
 Each layer's weight is W = B (C) A, multiplied in float64 and rounded once; everything else stays as it is. What was
-written is loaded back without the factors, and its outputs are compared with the compressed model's.
+written is loaded back without the factors: its outputs are compared with the compressed model's, and each of its layers
+with the factored one, since in 16 bits the outputs of a deep model hardly tell one wrong layer from roundings.
 """
 
 import copy
@@ -22,6 +23,7 @@ from lsp_core.modeling import load_compressed
 from lsp_core.modeling_lsp import FactoredLinear, replace_module
 
 PROBE, PROBE_TOKENS = 4, 16  # examples, tokens of each
+VECTORS = 16  # that each layer is tried with
 ROUNDINGS = 5  # of the compressed model's own; a dense layer rounds its weights, which a factored one does not
 
 
@@ -51,7 +53,8 @@ class Export:
 def export_dense(folder: Path, output: Path, *, dtype: torch.dtype | None = None) -> Export:
     """Writes the function of the compressed checkpoint in ``folder`` to ``output`` as a dense one of the base model.
 
-    ``dtype``: of the weights; None: the checkpoint's own. Beside the dense weights, one layer's are held in float64.
+    ``dtype``: of the weights; None: the checkpoint's own. Beside the dense weights and those of the checkpoint, one
+    layer's are held in float64.
     Errors: ``ValueError`` if the folder holds no compressed model, ``ParityError`` if what was written differs.
     """
     model = load_compressed(folder)
@@ -76,12 +79,14 @@ def export_dense(folder: Path, output: Path, *, dtype: torch.dtype | None = None
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in dense.parameters())
     dense.save_pretrained(output)
     del dense
-    difference, tolerance = _compare(_load(architecture, output, options), examples, expected, exact)
+    dense = _load(architecture, output, options)
+    difference, tolerance = _compare(dense, examples, expected, exact)
     if not difference <= tolerance:  # a NaN is no parity
         raise ParityError(
             f"the dense model's outputs differ from those of {folder} by {difference:.2g} of their size, more than the "
             f"{tolerance:.2g} that rounding to {_name(target)} explains: export it with a wider --dtype"
         )
+    _check_layers(dense, folder)
     return Export(
         architecture=architecture.__name__,
         dtype=_name(target),
@@ -138,6 +143,29 @@ def _compare(model: PreTrainedModel, examples: Tensor, expected: Tensor, exact: 
     rounding = (expected - exact).abs().max().item() / size
     eps = torch.finfo(model.dtype).eps
     return (outputs - expected).abs().max().item() / size, ROUNDINGS * rounding + eps
+
+
+@torch.no_grad()
+def _check_layers(dense: PreTrainedModel, folder: Path) -> None:
+    """Errors: ``ParityError`` if a layer of ``dense`` is not that of the compressed checkpoint in ``folder``.
+
+    Both read the same random vectors, in float64. Weights that were rounded once are off by at most eps / 2 of each,
+    and so are the outputs on average; what is off by a share of eps is an error.
+    """
+    tolerance = max(torch.finfo(dense.dtype).eps, torch.finfo(torch.float32).eps)  # of float64: sums in another order
+    compressed, generator = load_compressed(folder), torch.Generator().manual_seed(0)
+    for name in factored_names(compressed.model):
+        layer, other = (copy.deepcopy(each.get_submodule(name)).double() for each in (compressed.model, dense))
+        assert isinstance(layer, FactoredLinear)
+        x = torch.randn(VECTORS, layer.in_features, generator=generator, dtype=torch.float64)
+        y = layer(x)
+        difference, size = (other(x) - y).norm().item(), y.norm().item()
+        if not difference <= tolerance * size:
+            raise ParityError(
+                f"the dense model's layer {name} differs from that of {folder} by {difference:.2g}, where its outputs "
+                f"have a size of {size:.2g}: more than rounding to {_name(dense.dtype)} explains; export it with a "
+                "wider --dtype"
+            )
 
 
 def _outputs(model: PreTrainedModel, examples: Tensor) -> Tensor:

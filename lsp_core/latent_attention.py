@@ -6,17 +6,19 @@ the constant drops out of the softmax: nothing is rebuilt. Keys with rotary embe
 at their positions; a running softmax goes over the parts of the context, so that they never exist all at once.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lsp_core.ops import latent_decode_attention, latent_value_attention
+from lsp_core.plain import grouped_product
 
 PART_NUMBERS = 2**22  # of rebuilt keys, and of scores, that exist at a time
 NORMS = ("k_norm", "k_layernorm")  # what modeling files call the norm between the key's layer and its rotation
@@ -66,26 +68,21 @@ class KeyMaker:
                 return None
             eps = next(value for value in found if isinstance(value, float))
             weight = self.norm(self.factor.new_ones(width)).detach() * (1 + eps) ** 0.5  # some add 1 to theirs
-        factor = self.factor.detach().unflatten(0, (self.heads, -1))
-        bias = None if self.bias is None else self.bias.detach()
-        return PlainKeys(factor=factor, bias=bias, weight=weight, eps=eps)
+        return PlainKeys(weight=weight, eps=eps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainKeys:
-    """Keys as ``ops.latent_decode_attention`` makes them. ``factor``: (H_kv, d, R); ``weight``: (d,) of a norm."""
+    """Keys as ``ops.latent_decode_attention`` makes them of a maker's factor: ``weight`` (d,) and eps of a norm."""
 
-    factor: Tensor
-    bias: Tensor | None
     weight: Tensor | None
     eps: float
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # the factor is the model's
-
-    def __call__(self, latent: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:  # (B, T, R) -> (B, H_kv, T, d)
-        keys: Tensor = F.linear(latent, self.factor.flatten(0, 1), self.bias)
-        keys = keys.unflatten(-1, self.factor.shape[:2]).transpose(1, 2)
+    def __call__(self, maker: KeyMaker, latent: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Returns keys (B, H_kv, T, d) of ``latent`` (B, T, R), in float32 at least."""
+        keys: Tensor = F.linear(latent, maker.factor, maker.bias)
+        keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        keys = keys.unflatten(-1, (maker.heads, -1)).transpose(1, 2)
         if self.weight is not None:
             keys = keys * (keys.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
         if turn is None:
@@ -122,6 +119,7 @@ def attend_held(query: Tensor, held: Held, *, mask: Tensor | None, scale: float,
     if query.shape[2] == 1 and softcap is None and held.value_factor is not None:
         result = _of_one_token(query[:, :, 0], held, mask, scale)
     if result is None:
+        query, scale = _scaled(query, scale)
         if maker is None:
             keys = partial(_part, _by_heads(held.keys, heads))
         elif held.turn is None and maker.norm is None and softcap is None:
@@ -141,7 +139,7 @@ def _of_one_token(query: Tensor, held: Held, mask: Tensor | None, scale: float) 
     plain = held.plain_keys
     if not fits or (held.key_maker is not None and plain is None):
         return None
-    if plain is None:
+    if plain is None or held.key_maker is None:
         keys = _by_heads(held.keys, held.heads)
         return latent_value_attention(query, keys, held.values, scale=scale, keep=keep).unsqueeze(2)
     cosine, sine = held.turn or (None, None)
@@ -149,9 +147,9 @@ def _of_one_token(query: Tensor, held: Held, mask: Tensor | None, scale: float) 
         query,
         held.keys,
         held.values,
-        plain.factor,
+        held.key_maker.factor.detach().unflatten(0, (held.heads, -1)),
         scale=scale,
-        key_bias=plain.bias,
+        key_bias=None if held.key_maker.bias is None else held.key_maker.bias.detach(),
         cos=cosine,
         sin=sine,
         keep=keep,
@@ -223,11 +221,12 @@ def attend(
     ``keys(start, stop)``: (B, H_k, stop - start, d) and ``values``: (B, H_v, stop - start, d_v); H is a multiple of
     either number of heads. ``mask``: (B or 1, H or 1, n, length), true where a query sees a position, or numbers to
     add; a query that sees nothing gets zeros. ``softcap`` c: scores become c tanh(scores / c) before the mask.
-    ``part``: positions at a time, by default as many as keep keys and scores to a few million numbers. The softmax is
-    in float32 at least.
+    ``part``: positions at a time, by default as many as keep keys and scores to a few million numbers. The softmax and
+    the sums of values are in float32 at least.
     """
     batch, heads, n, width = query.shape
     precise = torch.promote_types(query.dtype, torch.float32)
+    query, scale = _scaled(query, scale)
     part = part or max(16, PART_NUMBERS // (batch * heads * max(n, width)))
     peak = query.new_full((batch, heads, n, 1), -torch.inf, dtype=precise)
     total = query.new_zeros((batch, heads, n, 1), dtype=precise)
@@ -244,17 +243,27 @@ def attend(
         base = new_peak.masked_fill(new_peak == -torch.inf, 0)
         weights, shrink = torch.exp(scores - base), torch.exp(peak - base)
         found = values(start, stop)
-        result = result * shrink + _grouped(weights.to(found.dtype), found).to(precise)
+        result = result * shrink + _grouped(weights, found.to(precise))
         total = total * shrink + weights.sum(-1, keepdim=True)
         peak = new_peak
     return (result / total.clamp_min(torch.finfo(precise).tiny)).to(query.dtype)
+
+
+def _scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Returns the query times a power of two, which rounds nothing, and what is left of the scale, at least a half.
+
+    Scores in float16 would else leave its range before they are scaled.
+    """
+    power = 2.0 ** min(math.frexp(scale)[1], 0)
+    return query * power, scale / power
 
 
 def _grouped(x: Tensor, matrices: Tensor) -> Tensor:  # (B, H, n, a), (B, H_kv, a, b) -> (B, H, n, b)
     """Returns x M with the matrix of each head's group."""
     batch, heads, n, _ = x.shape
     groups = matrices.shape[1]
-    return (x.reshape(batch, groups, heads // groups * n, -1) @ matrices).reshape(batch, heads, n, -1)
+    product = grouped_product(x.reshape(batch, groups, heads // groups * n, -1), matrices)
+    return product.reshape(batch, heads, n, -1)
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:  # (B, H, n, a), (H_kv, a, b) -> (B, H, n, b)

@@ -6,8 +6,7 @@ numbers a token is taken, the whole K and V among them.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal, Self
 
@@ -22,6 +21,7 @@ class Latent:
 
     layer: nn.Module
     source: nn.Module
+    _products: list[tuple[object, Tensor]] = field(default_factory=list)  # none or one, with what it was made from
 
     @property
     def width(self) -> int:
@@ -30,10 +30,10 @@ class Latent:
 
     @property
     def factor(self) -> Tensor:  # (D_out, R)
-        """The rest of the layer: y = factor z + bias."""
+        """The rest of the layer, where ``require_plain`` passes: y = factor z + bias."""
         core = self.layer.core
         before_core = core is not None and self.source is not core
-        return self._product if before_core else _weight(self.layer.output_factor)
+        return self._product() if before_core else _weight(self.layer.output_factor)
 
     @property
     def bias(self) -> Tensor | None:  # (D_out,)
@@ -41,10 +41,38 @@ class Latent:
         assert bias is None or isinstance(bias, Tensor)
         return bias
 
-    @cached_property
+    @property
+    def bytes(self) -> int:
+        """Of what is held beside the model's own factors."""
+        return sum(product.nbytes for _, product in self._products)
+
+    def forget(self) -> None:
+        self._products.clear()
+
+    def require_plain(self) -> None:
+        """Errors: ``ValueError`` if a factor is not a linear layer alone: what is held was made without the rest."""
+        factors = {name: getattr(self.layer, name) for name in ("input_factor", "core", "output_factor")}
+        for name, factor in factors.items():
+            linear = getattr(factor, "linear", factor)  # of a Shared
+            if factor is not None and type(linear) is not nn.Linear:
+                raise ValueError(
+                    f"a LatentCache needs the factors of keys and values as plain linear layers, but an {name} is a "
+                    f"{type(linear).__module__}.{type(linear).__qualname__}: merge the adapter first "
+                    "(merge_and_unload) and make the cache after it, or use the ordinary cache"
+                )
+        if not any(self.source is factor for factor in factors.values()):
+            raise ValueError("a factor of keys or values was replaced after the LatentCache was made: make it anew")
+
     def _product(self) -> Tensor:
-        outer = _weight(self.layer.output_factor).detach()
-        return (outer.double() @ _weight(self.layer.core).detach().double()).to(outer.dtype)
+        """Returns the output factor times the core; made anew when either has changed."""
+        factors = _weight(self.layer.output_factor).detach(), _weight(self.layer.core).detach()
+        made_from = [
+            (w.data_ptr(), None if w.is_inference() else w._version, w.stride(), w.dtype, w.device) for w in factors
+        ]
+        if not self._products or self._products[0][0] != made_from:
+            product = (factors[0].double() @ factors[1].double()).to(factors[0].dtype)
+            self._products[:] = [(made_from, product)]
+        return self._products[0][1]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,6 +83,10 @@ class Block:
     attention: nn.Module
     key: Latent | None
     value: Latent | None
+
+    @property
+    def latents(self) -> list[Latent]:
+        return [latent for latent in (self.key, self.value) if latent is not None]
 
     @property
     def tied(self) -> bool:
@@ -84,7 +116,8 @@ def latent_blocks(model: nn.Module, units: Iterable[Mapping[str, Any]], keys: Ke
             made: model.get_submodule(*found) for made, found in names.items() if len(found) == 1 and "" not in found
         }
         block = _narrowest(attention, layers.get("key") if keys == "rebuilt" else None, layers.get("value"))
-        if block.key is not None or block.value is not None:
+        for latent in block.latents:
+            latent.require_plain()
             blocks[block.index] = block
     return blocks
 

@@ -17,13 +17,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from lsp_core.latent_attention import Held, KeyMaker, PlainKeys, attend_held, key_norm_of, refusal, rotation_of
 from lsp_core.latent_blocks import Block, KeyMode, Latent, latent_blocks
+from lsp_core.latent_checks import differ, plain_keys, require_past
 from lsp_core.latent_recording import AttentionFunction, Recorder, Rotation, leave, uncompiled
-from lsp_core.latent_rows import Rows, bytes_held
+from lsp_core.latent_rows import Positions, Rows, bytes_held
 
 log = logging.getLogger(__name__)
 CHECKED = 2  # tokens of each block before it is trusted: at position 0 a rotation does nothing
 CHECKED_AT_ONCE = 64
-ROUNDINGS = 16  # relative to the norm: what is made again takes the same few steps
 
 
 class LatentCache(Cache):
@@ -31,12 +31,15 @@ class LatentCache(Cache):
 
     ``keys``: "rebuilt" from the latents at every step, or "rotated": finished keys are held beside the latents of the
     values, for less arithmetic and less saved. Make it when the model is where it stays, in its dtype and with its
-    attention implementation. One call of the model at a time; what is held carries no gradient.
+    attention implementation; adapters on layers that make keys and values must be merged before. One call of the model
+    at a time; what is held carries no gradient. After a call that failed, and after the weights changed, ``reset``.
     Errors: ``ValueError`` if the model is no compressed decoder or ``keys`` is neither; at the first tokens
     ``ValueError`` if the model does not make keys and values from the latents in a way known here.
     """
 
     def __init__(self, model: PreTrainedModel, *, keys: KeyMode = "rebuilt") -> None:
+        wrapped = getattr(model, "get_base_model", None)  # by PEFT
+        model = wrapped() if callable(wrapped) else model
         inner = getattr(model, "model", None)
         if getattr(model.config, "model_type", None) != "lsp" or not isinstance(inner, PreTrainedModel):
             raise ValueError(
@@ -51,31 +54,46 @@ class LatentCache(Cache):
         if not blocks:
             log.warning("no block of the model has a latent narrower than its keys and values: all are held whole")
         layers = DynamicCache(config=inner.config).layers
-        self._positions = Rows()
+        self._positions = Positions()
         self._recorder = Recorder(inner, blocks.values()) if blocks else None
         if self._recorder is not None:
             for index, block in blocks.items():
                 layers[index] = LatentLayer(block, layers[index], self._recorder, self._positions)
         super().__init__(layers=layers)
+        self._first = min((i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), default=0)
 
     @property
     def bytes(self) -> int:
         """The bytes of the tensors held, with the room in them for tokens to come: at most a sixteenth."""
-        return bytes_held(self)
+        latents = [latent for layer in self._latent_layers() for latent in layer._block.latents]
+        return bytes_held(self) + sum(latent.bytes for latent in latents)
 
     @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of these tokens alone where a latent is held; attention finds the others."""
+        """Returns the keys and values of these tokens alone where a latent is held; attention finds the others.
+
+        Errors: ``ValueError`` if a call that failed has left the cache with tokens in some blocks only.
+        """
+        if layer_idx == self._first:
+            self._require_whole()
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return states
 
     def reset(self) -> None:
+        """Forgets all tokens and what was found out about the model: it may have changed."""
         super().reset()  # type: ignore[no-untyped-call]
         self._positions.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens. Errors: ``ValueError`` if they are not held any more."""
+        self._require_whole()
+        for layer in self.layers:
+            if isinstance(layer, LatentLayer):
+                layer.tokens_after(tokens_to_remove)
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                require_past(tokens_to_remove, layer.get_seq_length() >= layer.sliding_window, layer.record_past)
         super().crop(tokens_to_remove)
         self._positions.drop_last(min(-tokens_to_remove, self._positions.length))
 
@@ -91,6 +109,18 @@ class LatentCache(Cache):
         super().batch_select_indices(indices)
         self._positions.map(lambda rows: rows[indices.to(rows.device)])
 
+    def _latent_layers(self) -> list["LatentLayer"]:
+        return [layer for layer in self.layers if isinstance(layer, LatentLayer)]
+
+    def _require_whole(self) -> None:
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        rows_fit = all(layer.is_whole for layer in self._latent_layers())
+        if len(lengths) > 1 or not rows_fit or self._positions.length not in {0, *lengths}:
+            raise ValueError(
+                f"the blocks hold {sorted(lengths)} tokens, after a call of the model that failed in one of them: "
+                "reset the cache"
+            )
+
 
 class LatentLayer(CacheLayerMixin):
     """What is held of one block: rows of its key's latent and of its value's, of one latent, or whole keys or values.
@@ -102,7 +132,7 @@ class LatentLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, block: Block, ordinary: object, recorder: Recorder, positions: Rows) -> None:
+    def __init__(self, block: Block, ordinary: object, recorder: Recorder, positions: Positions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if type(ordinary) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
@@ -122,14 +152,18 @@ class LatentLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Takes up new tokens, (B, H_kv, n, d) each, and returns them."""
         block, n = self._block, key_states.shape[2]
+        for latent in block.latents:
+            latent.require_plain()
         rotation = None if block.key is None else self._rotation()
         if rotation is not None and self._positions.length < self.seen + n:
-            positions = rotation.positions.expand(len(key_states), n)
-            self._positions.append(positions.to(torch.int32).unsqueeze(-1))
+            positions = rotation.positions.to(torch.int32).expand(len(key_states), n)
+            self._positions.append(positions.unsqueeze(-1))
         past = self.seen if self.window is None else min(self.seen, self.window - 1)
-        self._keys.append(self._rows(block.key, key_states))
+        keys = self._rows(block.key, key_states)
+        self._keys.require_alike(keys)
         if not block.tied:
             self._values.append(self._rows(block.value, value_states))
+        self._keys.append(keys)
         self.seen += n
         self.is_initialized = True
         if self._checked < CHECKED:
@@ -142,14 +176,9 @@ class LatentLayer(CacheLayerMixin):
 
     def _rotation(self) -> Rotation | None:
         try:
-            rotation = self._recorder.rotation()
+            return self._recorder.rotation()
         except LookupError as error:
             raise self._unknown_keys(str(error)) from None
-        if rotation is not None and rotation.grows:
-            raise self._unknown_keys("their rotary frequencies depend on the length so far")
-        if rotation is not None and not (isinstance(rotation.positions, Tensor) and rotation.positions.dim() == 2):
-            raise self._unknown_keys("their rotary positions are not one number a token")
-        return rotation
 
     def _unknown_keys(self, reason: str) -> ValueError:
         kind = type(self._block.attention).__name__
@@ -169,7 +198,7 @@ class LatentLayer(CacheLayerMixin):
         if self._block.value is not None:
             rows = self._value_rows(count)
             made = F.linear(rows, self._block.value.factor, self._block.value.bias)
-            if _differ(made, value_states[:, :, -count:].transpose(1, 2).flatten(2)):
+            if differ(made, value_states[:, :, -count:].transpose(1, 2).flatten(2)):
                 raise ValueError(
                     f"the values of block {self._block.index} ({type(self._block.attention).__name__}) are more than "
                     "its layer's output: a LatentCache cannot hold them; use the ordinary cache"
@@ -181,33 +210,26 @@ class LatentLayer(CacheLayerMixin):
             raise self._unknown_keys("the file of the attention has no apply_rotary_pos_emb")
         for tried in (turn, None):  # some blocks do not turn what others do
             try:
-                if not _differ(maker(latent, tried), expected):
+                if not differ(maker(latent, tried), expected):
                     break
             except RuntimeError:  # of shapes that do not fit
                 continue
         else:
             raise self._unknown_keys("the attention makes them in steps that are not known here")
-        plain = maker.plain()
         self._turns = tried is not None
-        self._plain_keys = None if plain is None or _differ(plain(latent, tried), expected) else plain
+        self._plain_keys = plain_keys(maker, latent, tried, expected)
 
     def _key_maker(self, heads: int) -> KeyMaker:
         latent, attention = self._block.key, self._block.attention
         assert latent is not None
-        return KeyMaker(
-            factor=latent.factor,
-            bias=latent.bias,
-            heads=heads,
-            norm=key_norm_of(attention),
-            rotate=rotation_of(attention),
-        )
+        norm, rotate = key_norm_of(attention), rotation_of(attention)
+        return KeyMaker(factor=latent.factor, bias=latent.bias, heads=heads, norm=norm, rotate=rotate)
 
     def _turn(self, rotation: Rotation | None, count: int) -> tuple[Tensor, Tensor] | None:
         """Returns cosine and sine of the last ``count`` positions, (B, count, d_rot) each."""
         if rotation is None:
             return None
-        cosine, sine = rotation.of(self._positions.last(self._positions.length)[..., 0])
-        return cosine[:, -count:], sine[:, -count:]
+        return rotation.of(self._positions, count)
 
     def _value_rows(self, count: int) -> Tensor:
         return (self._keys if self._block.tied else self._values).last(count)
@@ -278,30 +300,38 @@ class LatentLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens. Errors: ``ValueError`` if they are not held any more."""
-        removed = -tokens_to_remove
-        past_window = self.window is not None and self.seen >= self.window
-        if removed < 0 or (removed > 0 and past_window and not self.record_past):
-            raise ValueError(
-                f"crop({tokens_to_remove}): give the tokens to remove as a negative number, and call "
-                "activate_past_recording() before tokens that may be removed from a window that is full"
-            )
-        removed = min(removed, self.seen)
-        kept = self.seen - removed
-        needed = kept if self.window is None else min(kept, self.window - 1)
-        if self._keys.length - removed < needed:
-            raise ValueError(f"crop({tokens_to_remove}): the window before those tokens is not held any more")
+        kept = self.tokens_after(tokens_to_remove)
         for rows in self._all_rows():
-            rows.drop_last(removed)
+            rows.drop_last(self.seen - kept)
             if self.window is not None:
                 rows.keep_last(self.window - 1)
         self.seen = kept
 
+    def tokens_after(self, tokens_to_remove: int) -> int:
+        """Returns how many tokens a crop leaves. Errors: ``ValueError`` if it cannot be done."""
+        full = self.window is not None and self.seen >= self.window
+        require_past(tokens_to_remove, full, self.record_past or tokens_to_remove == 0)
+        removed = min(-tokens_to_remove, self.seen)
+        kept = self.seen - removed
+        needed = kept if self.window is None else min(kept, self.window - 1)
+        if self._keys.length - removed < needed:
+            raise ValueError(f"crop({tokens_to_remove}): the window before those tokens is not held any more")
+        return kept
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rows are those of all tokens seen, or of the window."""
+        held = {rows.length for rows in self._all_rows()} or {0}
+        return len(held) == 1 and (held == {self.seen} or (self.window is not None and max(held) < self.seen))
+
     def reset(self) -> None:
         self._keys.clear()
         self._values.clear()
-        self.seen = 0
+        self.seen = self._checked = 0
+        self._turns, self._plain_keys = True, None
         self.is_initialized = False
+        for latent in self._block.latents:
+            latent.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for rows in self._all_rows():
@@ -317,8 +347,3 @@ class LatentLayer(CacheLayerMixin):
 
     def _all_rows(self) -> list[Rows]:
         return [rows for rows in (self._keys, self._values) if rows.tensor is not None]
-
-
-def _differ(made: Tensor, expected: Tensor) -> bool:
-    allowed = ROUNDINGS * torch.finfo(expected.dtype).eps * expected.norm().item()
-    return made.shape != expected.shape or not (made - expected).norm().item() <= allowed

@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lsp_core.latent_blocks import Block
+from lsp_core.latent_rows import Positions
 
 PREFIX = "latent_"
 MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}
@@ -58,14 +59,19 @@ class Rotation:
         # of other tensors the embedding reads dtype and device alone
         self._others = {n: v.new_empty(0) if isinstance(v, Tensor) else v for n, v in arguments.items()}
         self.cosine = cosine
-        self._turned: tuple[int, tuple[Tensor, Tensor]] | None = None
+        self._turned: tuple[Tensor, Tensor] | None = None
 
-    def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # (B, T) -> 2 x (B, T, d_rot)
-        """Returns cosine and sine of the positions held, evaluated once a call of the model."""
-        count = positions.shape[1]
-        if self._turned is None or self._turned[0] != count:
-            self._turned = (count, self.module.forward(position_ids=positions, **self._others))
-        return self._turned[1]
+    def of(self, positions: Positions, count: int) -> tuple[Tensor, Tensor]:  # -> 2 x (B, count, d_rot)
+        """Returns cosine and sine of the last ``count`` positions; a call evaluates them where it needs more of them.
+
+        Once for all sequences where their positions are the same.
+        """
+        if self._turned is None or self._turned[0].shape[1] < count:
+            rows = positions.last(count)[: 1 if positions.same else None, :, 0]
+            self._turned = self.module.forward(position_ids=rows, **self._others)
+        assert positions.tensor is not None
+        cosine, sine = (part[:, -count:].expand(len(positions.tensor), -1, -1) for part in self._turned)
+        return cosine, sine
 
     @property
     def grows(self) -> bool:
@@ -84,7 +90,10 @@ class Recorder:
     def __init__(self, model: PreTrainedModel, blocks: Iterable[Block]) -> None:
         self._switch = _switched(model)
         self._record = _Record()
-        handles = [model.base_model.register_forward_hook(self._record.end_call, always_call=True)]
+        handles = [
+            model.base_model.register_forward_pre_hook(self._record.begin_call),
+            model.base_model.register_forward_hook(self._record.end_call, always_call=True),
+        ]
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 handles.append(module.register_forward_hook(self._record.rotated, with_kwargs=True))
@@ -113,13 +122,17 @@ class Recorder:
     def rotation(self) -> Rotation | None:
         """Returns the rotary embedding that the current block was given, or None where it was given none.
 
-        Errors: ``LookupError`` if it was given one that no known module made.
+        Errors: ``LookupError`` if it was given one that no known module made, or that positions do not tell.
         """
         cosine = self._record.cosine
         if cosine is None:
             return None
         for rotation in self._record.rotations:
             if rotation.cosine is cosine:
+                if rotation.grows:
+                    raise LookupError("their rotary frequencies depend on the length so far")
+                if not (isinstance(rotation.positions, Tensor) and rotation.positions.dim() == 2):
+                    raise LookupError("their rotary positions are not one number a token")
                 return rotation
         raise LookupError("the rotary embeddings of the block come from no module whose name ends in RotaryEmbedding")
 
@@ -144,6 +157,8 @@ class _Record:
 
     @uncompiled
     def begin_block(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _waiting.pop(attention, None)  # an interrupted call leaves its own, as no hook is called after it
+        self.latents.clear()
         if args and "position_embeddings" not in kwargs:
             kwargs = dict(inspect.signature(attention.forward).bind_partial(*args, **kwargs).arguments)
         embeddings = kwargs.get("position_embeddings")
@@ -158,6 +173,10 @@ class _Record:
                 f"{type(attention).__name__} computed its attention without the LatentCache that it had filled: the "
                 "implementation that the cache set must stay; make the cache after any set_attn_implementation"
             )
+
+    @uncompiled
+    def begin_call(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
+        self.rotations.clear()
 
     @uncompiled
     def end_call(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:

@@ -22,12 +22,8 @@ class Rows:
         self.length = 0
 
     def append(self, rows: Tensor) -> None:  # (B, n, F)
-        """Adds rows, without their gradients. Errors: ``ValueError`` if they are of another batch or width."""
-        if self.tensor is not None and (self.tensor.shape[0], *self.tensor.shape[2:]) != (len(rows), *rows.shape[2:]):
-            raise ValueError(
-                f"the cache holds {tuple(self.last(self.length).shape)} (sequences, tokens, width) and is given "
-                f"{tuple(rows.shape)}: continue it with the same sequences, or reset it"
-            )
+        """Adds rows, without their gradients. Errors: ``ValueError`` as ``require_alike``."""
+        self.require_alike(rows)
         needed = self.length + rows.shape[1]
         if self.tensor is None:
             self._move(rows, needed)
@@ -39,6 +35,19 @@ class Rows:
         end = self.start + self.length
         self.tensor[:, end : end + rows.shape[1]] = rows.detach()
         self.length = needed
+
+    def require_alike(self, rows: Tensor) -> None:
+        """Errors: ``ValueError`` if ``rows`` are of another batch, width, dtype or device than those held."""
+        if self.tensor is not None and (self.tensor.shape[0], *self.tensor.shape[2:]) != (len(rows), *rows.shape[2:]):
+            raise ValueError(
+                f"the cache holds {tuple(self.last(self.length).shape)} (sequences, tokens, width) and is given "
+                f"{tuple(rows.shape)}: continue it with the same sequences, or reset it"
+            )
+        if self.tensor is not None and (self.tensor.dtype, self.tensor.device) != (rows.dtype, rows.device):
+            raise ValueError(
+                f"the cache holds {self.tensor.dtype} on {self.tensor.device} and is given {rows.dtype} on "
+                f"{rows.device}: reset it after the model is moved or cast"
+            )
 
     def last(self, count: int) -> Tensor:  # (B, count, F)
         """Returns a view of the last ``count`` rows."""
@@ -71,6 +80,24 @@ class Rows:
         if self.tensor is not None:
             moved[:, : self.length] = self.last(self.length)
         self.tensor, self.start = moved, 0
+
+
+class Positions(Rows):
+    """Positions (B, T, 1) of tokens. ``same``: whether all sequences are known to have the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = True
+
+    def append(self, rows: Tensor) -> None:
+        super().append(rows)
+        repeated = len(rows) == 1 or rows.stride(0) == 0
+        if self.same and not repeated:  # to compare them on a GPU would wait for it
+            self.same = rows.device.type == "cpu" and bool((rows == rows[:1]).all())
+
+    def clear(self) -> None:
+        super().clear()
+        self.same = True
 
 
 def bytes_held(cache: Cache) -> int:

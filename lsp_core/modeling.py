@@ -76,7 +76,7 @@ def load_compressed(folder: str | Path) -> PreTrainedModel:
         )
     if not (folder / WEIGHTS).exists() and not (folder / f"{WEIGHTS}.index.json").exists():
         raise ValueError(f"{folder} holds a config.json but no {WEIGHTS}: the copy is not whole")
-    model: PreTrainedModel = CLASSES[class_name(config["base_architecture"])].from_pretrained(folder)
+    model: PreTrainedModel = CLASSES[class_name(config.get("base_architecture", ""))].from_pretrained(folder)
     return model
 
 

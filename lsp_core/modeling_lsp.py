@@ -27,20 +27,34 @@ OWN = ("architectures", "transformers_version")  # what the configs of a compres
 class Once:
     """Evaluates a function once for several readers of the same tensor, and forgets it after the last of them.
 
-    Threads that share one may each evaluate it anew, but never get the other's result: what is held is one object.
+    A pass that was broken off leaves a result behind, which is not read after the tensor or the weights of a module
+    changed in place. Copies hold nothing. Threads that share one may each evaluate it anew, but never get the other's
+    result: what is held is one object.
     """
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self._held: tuple[Tensor, Any, int] | None = None  # the source, the result, how often it was read
+        self._held: tuple[Tensor, Any, Any, int] | None = None  # source, its state, result, how often that was read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.readers,)
 
     def __call__(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        held = self._held
-        if held is None or held[0] is not x:
-            held = x, function(x), 0
-        _, result, reads = held
-        self._held = (x, result, reads + 1) if reads + 1 < self.readers else None
+        held, state = self._held, () if torch.compiler.is_compiling() else _state(function, x)
+        if held is None or held[0] is not x or held[1] != state:
+            held = x, state, function(x), 0
+        _, _, result, reads = held
+        self._held = (x, state, result, reads + 1) if reads + 1 < self.readers else None
         return result
+
+
+def _state(function: object, x: Tensor) -> tuple[int, ...]:
+    """Returns what the result of a function depends on beside the identity of ``x``."""
+    weights: Any = ()
+    if isinstance(function, nn.Module):
+        weights = function._parameters.values() or function.parameters()  # its own, or those of an adapted layer
+    versions = (each._version for each in (x, *weights) if each is not None and not each.is_inference())
+    return torch.is_grad_enabled(), *versions
 
 
 class StandIn(nn.Module):
@@ -243,8 +257,14 @@ class LSPConfig(PreTrainedConfig):
         facts: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if base_config is not None and not base_architecture:
+            raise ValueError(
+                "this compressed checkpoint was written in an earlier format: run the merge stage again (python -m "
+                "flows compress on the same config)"
+            )
         if isinstance(base_config, dict):
-            if base_config.get("dtype") == REMEDY:
+            dtype = str(base_config.get("dtype")).removeprefix("torch.")
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):  # REMEDY, in whatever words
                 base_config = base_config | {"dtype": kwargs.get("dtype")}
             base_config = AutoConfig.for_model(**base_config)
         if base_config is not None:
@@ -356,14 +376,19 @@ class _Compressed(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As in transformers, but weights that are missing or too many are an error, never a random tensor."""
-        wanted = kwargs.pop("output_loading_info", False)
+        """As in transformers, but weights that are missing or too many are an error, never a random tensor.
+
+        So are those of another shape, unless ``ignore_mismatched_sizes`` is given.
+        """
+        wanted, allowed = kwargs.pop("output_loading_info", False), kwargs.get("ignore_mismatched_sizes", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are among the odd below
         model: Any
         info: Any
         model, info = super().from_pretrained(name_or_path, *args, **kwargs)  # type: ignore[misc]
         _forgive_second_names(model, SimpleNamespace(**info))  # those of adapters, if any
         kinds = {"missing_keys": "missing", "unexpected_keys": "too many", "mismatched_keys": "misshapen"}
+        if allowed:
+            del kinds["mismatched_keys"]
         odd = {
             text: sorted(name if isinstance(name, str) else name[0] for name in info[kind])
             for kind, text in kinds.items()
@@ -376,17 +401,27 @@ class _Compressed(PreTrainedModel):
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % CACHE_LINE:
                 parameter.data = parameter.data.clone()  # sums are then the same bits as before saving, and faster
+        if model.can_generate():
+            model.model.generation_config = model.generation_config
         return (model, info) if wanted else model
 
 
 class _Generating(_Compressed, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base model generates, by the generation config of this one.
+        """As the base model generates, by the generation config of this one, whose call each step is.
 
-        Its steps call the base model, which is in ``model``: to compile a step, compile ``model.forward`` of that.
+        What generates is the base model under a class of its own, which differs in what a call is: with it go the
+        signatures and methods that transformers looks for, and what was put in the place of this one's is called.
         """
-        self.model.generation_config = self.generation_config
-        return self.model.generate(*args, **kwargs)
+        base, prepare = self.model, self.prepare_inputs_for_generation
+        if getattr(prepare, "__func__", None) is _Generating.prepare_inputs_for_generation:
+            prepare = base.prepare_inputs_for_generation  # whose signature is looked at too
+        base.generation_config = self.generation_config
+        kind, call = type(base), lambda _, *args, **kwargs: self(*args, **kwargs)
+        own = {"__call__": call, "prepare_inputs_for_generation": staticmethod(prepare), "__module__": kind.__module__}
+        stepping: Any = object.__new__(type(kind.__name__, (kind,), own))
+        object.__setattr__(stepping, "__dict__", base.__dict__)
+        return stepping.generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.prepare_inputs_for_generation(*args, **kwargs)

@@ -62,8 +62,15 @@ def config_of(model: str) -> PreTrainedConfig:
         kind = values.pop("model_type", None) if isinstance(values, dict) else None
         if kind is None:
             raise ValueError(f"{model} is no model config: it has no model_type")
-        return AutoConfig.for_model(kind, **values)
+        return _known(model, lambda: AutoConfig.for_model(kind, **values))
     if not (path / "config.json").is_file():
         raise ValueError(f"{model} is no folder with a config.json and no shape; the shapes are {', '.join(SHAPES)}")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-    return config
+    return _known(model, lambda: AutoConfig.from_pretrained(path))
+
+
+def _known(model: str, make: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
+    try:
+        return make()
+    except Exception as error:  # of many kinds: transformers, hub and JSON
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{model} is no config of a model that transformers knows: {reason}") from None

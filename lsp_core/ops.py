@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsp_core import plain
+from lsp_core import op_shapes, plain
 
 OptionalTensor = Optional[Tensor]  # noqa: UP045  as the schema's type wants it spelled
 
@@ -34,6 +34,7 @@ def low_rank_linear(
     The kernels take 1 to 16 tokens and up to 4 members of one dtype, float32, bfloat16 or float16.
     """
     biases = [None] * len(bs) if biases is None else biases
+    op_shapes.require_low_rank(x, a, bs, biases)
     if not x.is_cuda or _differentiates(x, a, *bs, *biases):
         return plain.low_rank_linear(x, a, bs, biases)
     outputs: list[Tensor] = _low_rank_linear(x, a, list(bs), list(biases))
@@ -63,12 +64,7 @@ def latent_decode_attention(
     Without rotation and norm no key is rebuilt: the factor is absorbed into the query. The kernels take d up to 256 and
     tensors of one dtype, float32, bfloat16 or float16.
     """
-    if query.shape[1] % len(key_factor) or (cos is None) != (sin is None):
-        raise ValueError(
-            f"latent_decode_attention: {query.shape[1]} query heads for {len(key_factor)} key/value heads, cos "
-            f"{'absent' if cos is None else 'given'}, sin {'absent' if sin is None else 'given'}; the first must be a "
-            "multiple of the second, and cos and sin come together"
-        )
+    op_shapes.require_decode_attention(query, latent_k, latent_v, key_factor, key_bias, cos, sin, keep, norm)
     arguments = (query, latent_k, latent_v, key_factor, key_bias, cos, sin, keep, float(scale), norm, float(eps))
     if _differentiates(query, latent_k, latent_v, key_factor, key_bias, norm):
         return plain.latent_decode_attention(*arguments)
@@ -83,10 +79,7 @@ def latent_value_attention(
 
     ``query`` (B, H, d), ``latent_v`` (B, T, R_v), ``keep`` (B, T) as in ``latent_decode_attention``, any d.
     """
-    if query.shape[1] % keys.shape[1]:
-        raise ValueError(
-            f"latent_value_attention: {query.shape[1]} query heads are no multiple of {keys.shape[1]} key/value heads"
-        )
+    op_shapes.require_value_attention(query, keys, latent_v, keep)
     if _differentiates(query, keys, latent_v):
         return plain.latent_value_attention(query, keys, latent_v, keep, float(scale))
     result: Tensor = _latent_value_attention(query, keys, latent_v, keep, float(scale))
@@ -97,10 +90,10 @@ def project(x: Tensor, u: Tensor, scales: Sequence[Tensor]) -> list[Tensor]:
     """Returns x - ((x U) o s_m) UT for each of ``scales``, (K,): (..., D), (D, K) -> (..., D); differentiable in x, U.
 
     The kernels take up to 4 scales, and x and U of one dtype: bfloat16, float16, or float32 where matrix products may
-    run in TF32 (``torch.backends.cuda.matmul.allow_tf32``).
+    run in TF32 (``torch.backends.cuda.matmul.fp32_precision``).
     """
-    fast = NARROW if not torch.backends.cuda.matmul.allow_tf32 else KERNEL_DTYPES
-    if HAS_TRITON and x.is_cuda and x.dtype == u.dtype and x.dtype in fast and 1 <= len(scales) <= 4 and x.numel():
+    op_shapes.require_projection(x, u, scales)
+    if _projects_by_kernel(x, u, len(scales)):
         outputs: list[Tensor] = _project(x, u, torch.stack(tuple(scales)))
         return outputs[:-1]
     return plain.project(x, u, scales)
@@ -110,13 +103,16 @@ def softmax_statistics(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: in
     """Returns logsumexp(W h + b), WT q and b . q with q the softmax: (T, D), (V, D), (V,) -> (T,), (T, D), (T,).
 
     In at least float32, in one pass over the vocabulary, ``chunk`` rows of the head at a time. Not differentiable.
+    A bias of -inf rules a token out: it counts as 0 in b . q.
     """
+    op_shapes.require_head("softmax_statistics", h, weight, bias)
     result: tuple[Tensor, Tensor, Tensor] = _softmax_statistics(h, weight, bias, chunk)
     return result
 
 
 def log_partition(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     """Returns logsumexp(W h + b), (T,), as ``softmax_statistics`` does."""
+    op_shapes.require_head("log_partition", h, weight, bias)
     result: Tensor = _log_partition(h, weight, bias, chunk)
     return result
 
@@ -135,7 +131,7 @@ def low_rank_linear_kernel(x: Tensor, a: Tensor, bs: list[Tensor], biases: list[
     from lsp_kernels import low_rank_linear as kernel
 
     tokens = x.numel() // max(1, x.shape[-1])
-    inside = 1 <= tokens <= kernel.MAX_TOKENS and 1 <= len(bs) <= kernel.MAX_MEMBERS and a.numel() > 0
+    inside = 1 <= tokens <= kernel.MAX_TOKENS and 1 <= len(bs) <= kernel.MAX_MEMBERS
     if not inside or not _for_kernels(x, a, *bs):
         return plain.low_rank_linear(x, a, bs, biases)
     with _device_of(x):
@@ -184,7 +180,8 @@ def latent_decode_attention_kernel(
         absorbed = plain.absorbed_query(query, key_factor)
         return latent_value_attention_kernel(absorbed, latent_k[:, None], latent_v, keep, scale)
     rest = (key_factor, key_bias, cos, sin, keep, scale, norm, eps)
-    if query.shape[-1] > latent_scores.MAX_HEAD or not _for_kernels(query, latent_k, latent_v, key_factor):
+    inside = query.shape[-1] <= latent_scores.MAX_HEAD and query.shape[:2].numel() <= latent_values.MAX_ROWS
+    if not inside or not _for_kernels(query, latent_k, latent_v, key_factor):
         return plain.latent_decode_attention(query, latent_k, latent_v, *rest)
     with _device_of(query):
         scores = latent_scores.rebuilt_scores(query, latent_k, *rest)
@@ -206,7 +203,7 @@ def latent_value_attention_kernel(
 ) -> Tensor:
     from lsp_kernels import latent_scores, latent_values
 
-    if not _for_kernels(query, keys, latent_v):
+    if query.shape[:2].numel() > latent_values.MAX_ROWS or not _for_kernels(query, keys, latent_v):
         return plain.latent_value_attention(query, keys, latent_v, keep, scale)
     with _device_of(query):
         scores = latent_scores.stored_scores(query, keys, keep, scale)
@@ -291,7 +288,7 @@ def softmax_statistics_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from lsp_kernels import softmax
 
-    if plain.statistics_dtype(h, weight) != torch.float32 or chunk > softmax.MAX_CHUNK:
+    if not h.numel() or plain.statistics_dtype(h, weight) != torch.float32 or chunk > softmax.MAX_CHUNK:
         return plain.softmax_statistics(h, weight, bias, chunk)
     with _device_of(h):
         return softmax.softmax_statistics(h, weight, bias, chunk)
@@ -310,7 +307,7 @@ def _(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
 def log_partition_kernel(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     from lsp_kernels import softmax
 
-    if plain.statistics_dtype(h, weight) != torch.float32 or chunk > softmax.MAX_CHUNK:
+    if not h.numel() or plain.statistics_dtype(h, weight) != torch.float32 or chunk > softmax.MAX_CHUNK:
         return plain.log_partition(h, weight, bias, chunk)
     with _device_of(h):
         return softmax.log_partition(h, weight, bias, chunk)
@@ -331,7 +328,20 @@ def _differentiates(*tensors: Tensor | None) -> bool:
 
 
 def _for_kernels(first: Tensor, *others: Tensor) -> bool:
-    return first.dtype in KERNEL_DTYPES and all(tensor.dtype == first.dtype for tensor in others)
+    """Of one dtype that they take, and none of them empty."""
+    same = all(tensor.dtype == first.dtype for tensor in others)
+    return first.dtype in KERNEL_DTYPES and same and first.numel() > 0 and all(tensor.numel() for tensor in others)
+
+
+def _projects_by_kernel(x: Tensor, u: Tensor, scales: int) -> bool:
+    if not (HAS_TRITON and x.is_cuda and 1 <= scales <= 4 and _for_kernels(x, u)):
+        return False
+    return x.dtype in NARROW or _tf32()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tf32() -> bool:
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[Any]:

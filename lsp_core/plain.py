@@ -50,8 +50,29 @@ def latent_decode_attention(
 
 def absorbed_query(query: Tensor, key_factor: Tensor) -> Tensor:  # (B, H, d), (H_kv, d, R_k) -> (B, H, R_k)
     """Returns the query that scores a latent as ``query`` scores its keys; a key bias shifts all of a head's scores."""
-    grouped = query.reshape(len(query), len(key_factor), -1, query.shape[2])
-    return (grouped @ key_factor).flatten(1, 2)
+    grouped = query.unflatten(1, (len(key_factor), query.shape[1] // len(key_factor)))
+    return grouped_product(grouped, key_factor[None]).flatten(1, 2)
+
+
+def grouped_product(x: Tensor, matrices: Tensor) -> Tensor:  # (B, G, m, a), (B or 1, G, a, b) -> (B, G, m, b)
+    """Returns x @ matrices without a copy of the matrices, which may lie in memory in any order of B and G.
+
+    torch.matmul makes one where the strides of B and G are not those of one dimension, as of keys (B, T, G, d), and
+    where B is repeated.
+    """
+    batch, groups, _, b = matrices.shape
+    if batch == 1:
+        rows = x.transpose(0, 1).flatten(1, 2)  # (G, B m, a)
+        product: Tensor = rows @ matrices[0]
+        by_row: Tensor = product.unflatten(1, (len(x), x.shape[2]))
+        return by_row.transpose(0, 1)
+    if groups == 1 or matrices.stride(0) == groups * matrices.stride(1):
+        return x @ matrices
+    result = x.new_empty(*x.shape[:3], b)
+    for one in range(min(batch, groups)):
+        part = (one,) if batch <= groups else (slice(None), one)
+        result[part] = x[part] @ matrices[part]
+    return result
 
 
 def latent_value_attention(query: Tensor, keys: Tensor, latent_v: Tensor, keep: Tensor | None, scale: float) -> Tensor:
@@ -64,7 +85,7 @@ def _attention(
 ) -> Tensor:
     """Returns softmax(scale q k) @ values, (B, H, R_v), over chunks of the context with a running maximum."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(dtype).reshape(len(query), heads, -1, query.shape[2])
+    grouped: Tensor = query.to(dtype).unflatten(1, (heads, query.shape[1] // heads))
     top = grouped.new_full((*query.shape[:2], 1), -torch.inf)
     total = torch.zeros_like(top)
     result = grouped.new_zeros(*query.shape[:2], values.shape[-1])
@@ -73,7 +94,7 @@ def _attention(
         kept = None if keep is None else keep[:, part]
         if kept is not None and kept.device.type == "cpu" and not kept.any():
             continue
-        score = (grouped @ keys(part).to(dtype).transpose(-1, -2)).flatten(1, 2) * scale
+        score = grouped_product(grouped, keys(part).to(dtype).transpose(-1, -2)).flatten(1, 2) * scale
         value = values[:, part].to(dtype)
         if kept is not None:  # what is not kept may hold anything, NaN included
             score = score.masked_fill(~kept[:, None], -torch.inf)
@@ -129,12 +150,14 @@ def softmax_statistics(
     mean_row = h.new_zeros(h.shape, dtype=dtype)
     for rows, offset, logits in logit_chunks(h, weight, bias, chunk):
         new_top = torch.maximum(top, logits.amax(-1, keepdim=True))
-        rescale = (top - new_top).exp_()
-        mass = logits.sub_(new_top).exp_()
+        origin = new_top.masked_fill(new_top == -torch.inf, 0)  # so far all tokens may be ruled out
+        rescale = (top - origin).exp_()
+        mass = logits.sub_(origin).exp_()
         total.mul_(rescale).add_(mass.sum(-1, keepdim=True))
         mean_row.mul_(rescale).addmm_(mass, rows)
         if offset is not None:
-            mean_bias.mul_(rescale).add_(mass @ offset[:, None])
+            finite = offset.masked_fill(offset == -torch.inf, 0)  # where it is not the mass is 0
+            mean_bias.mul_(rescale).add_(mass @ finite[:, None])
         top = new_top
     return (top + total.log()).squeeze(-1), mean_row.div_(total), mean_bias.div_(total).squeeze(-1)
 

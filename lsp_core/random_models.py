@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lsp_core.allocation import uniform_parameters
 from lsp_core.discovery import discover_units
-from lsp_core.modeling_lsp import LSPConfig, LSPForCausalLM, replace_module
+from lsp_core.modeling_lsp import FactoredLinear, LSPConfig, LSPForCausalLM, replace_module
 from lsp_core.units import Unit, weight_of
 
 PERIOD = 1_048_573  # a prime, so that no two rows of a matrix are the same numbers
@@ -22,23 +22,13 @@ ALIGNMENT = 256  # bytes
 WEIGHT_SCALE = 0.02
 
 
-class Pair(nn.Module):
+class Pair(FactoredLinear):
     """y = B (A x) + bias: the factors of one layer, shared with none."""
 
     def __init__(self, layer: nn.Module, rank: int) -> None:
-        super().__init__()
         rows, columns = weight_of(layer).shape
-        self.input_factor = nn.Linear(columns, rank, bias=False)
-        self.output_factor = nn.Linear(rank, rows, bias=layer.bias is not None)
-
-    @property
-    def weight(self) -> Tensor:
-        """B; some blocks ask a layer's weight for its dtype before the call."""
-        return self.output_factor.weight
-
-    def forward(self, x: Tensor) -> Tensor:  # (..., D_in) -> (..., D_out)
-        y: Tensor = self.output_factor(self.input_factor(x))
-        return y
+        output_factor = nn.Linear(rank, rows, bias=layer.bias is not None)
+        super().__init__(nn.Linear(columns, rank, bias=False), None, output_factor, frozenset({"input"}))
 
 
 def dense_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -24,7 +24,8 @@ class Cost:
     precision of Grams and bases; ``solver_flops``: decompositions in it.
     ``logits``: numbers that pass through a softmax. ``peak_bytes``: device memory at the peak, weights and tensors;
     on a CPU the tensors of the process, without the interpreter's own base. ``read_bytes``, ``written_bytes``: from and
-    to the store or the model's folder. ``text_bytes``: text that is tokenized.
+    to the store or the model's folder. ``text_bytes``: text that is tokenized. ``more_seconds``: a guess of
+    time that no rate tells.
     """
 
     flops: float = 0.0
@@ -37,6 +38,7 @@ class Cost:
     read_bytes: int = 0
     written_bytes: int = 0
     text_bytes: int = 0
+    more_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lsp_core.latent_cache import LatentCache, LatentLayer
 from tasks.artifacts import read_json, write_json
 from tasks.licence import UNKNOWN, find_licence
-from tasks.markdown import markdown_table
+from tasks.markdown import code, escaped, linked, markdown_table
 from tasks.metrics import metric_of
 from tasks.model_files import CARD
 from tasks.models import ModelSource
@@ -69,8 +72,14 @@ def write_card(
 
 
 def base_name(model: ModelSource) -> str:
-    """Returns the id of a model of the hub, or the name of its folder: where that lies is nobody's business."""
-    return model.name if model.revision is not None else Path(model.folder).name
+    """Returns the id of a model of the hub, also of its cache; else a folder's name: its place is nobody's business."""
+    folder = Path(model.folder)
+    cached = folder.parent.parent.name
+    if model.revision is not None:
+        return model.name
+    if folder.parent.name == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
 
 
 def stored_size(folder: Path) -> dict[str, Any]:
@@ -88,13 +97,24 @@ def stored_size(folder: Path) -> dict[str, Any]:
     return {"parameters": parameters, "bytes": num_bytes, "dtypes": sorted(dtypes)}
 
 
+def holds_latents(folder: Path) -> bool:
+    """Returns whether a ``LatentCache`` of the checkpoint would hold latents, as far as its config tells."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        cache = LatentCache(model)
+    except ValueError:
+        return False
+    return any(isinstance(layer, LatentLayer) for layer in cache.layers)
+
+
 def _described(folder: Path, model: ModelSource, report: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Returns what the checkpoint, its report and its own result tell."""
     config, dense = read_json(folder / "config.json"), report["dense"]
     metric = metric_of(dense)
     (auto_class,) = config["auto_map"].keys() - {"AutoConfig"}
     ranks = {unit["name"]: unit["rank"] for unit in config["units"]}
-    roles = {role for unit in config["units"] for role in unit["roles"]}
     figures = {"dense": dense[metric.name], "trained": result[metric.name]}
     figures |= {"untrained": result[f"{metric.name}_init"], "untrained_uniform": result[f"{metric.name}_init_uniform"]}
     accuracies = {
@@ -108,7 +128,7 @@ def _described(folder: Path, model: ModelSource, report: dict[str, Any], result:
         "pipeline_tag": PIPELINE_TAGS[model.task, model.processor is not None],
         "architecture": config["base_architecture"],
         "auto_class": auto_class,
-        "latents_of_keys_and_values": model.task == "causal-lm" and bool(roles & {"key", "value"}),
+        "latents_of_keys_and_values": model.task == "causal-lm" and holds_latents(folder),
         "target": {name: result[name] for name in ("ratio", "fit_gib", "max_kl", "objective") if name in result},
         "realized_ratio": result["realized_ratio"],
         "compressed": stored_size(folder),
@@ -151,6 +171,7 @@ def render(facts: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= {"code": code, "escaped": escaped}
     return environment.get_template(TEMPLATE).render(
         facts,
         front_matter=yaml.safe_dump(front, sort_keys=False).rstrip("\n"),
@@ -172,9 +193,11 @@ def _licence(fields: dict[str, Any], source: str | None) -> str:
     """Returns the licence for people, and who says so where a card does."""
     identifier, link = fields["license"], fields.get("license_link")
     name = fields.get("license_name") or (", ".join(identifier) if isinstance(identifier, list) else identifier)
+    if source is None:
+        return UNKNOWN
     if source != CARD:
-        return f"see [{link}]({link})"
-    return f"{name if link is None else f'[{name}]({link})'}, as its card says"
+        return f"see {linked(link, link)}"
+    return f"{escaped(name) if link is None else linked(name, link)}, as its card says"
 
 
 def _asked(target: dict[str, Any]) -> str:
@@ -205,11 +228,11 @@ def _quality(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             accuracy = facts["accuracies"][key].get(model, {}).get(name, {}).get("acc")
             row.append("" if accuracy is None else f"{accuracy:.1%}")
         rows.append(row)
-    return ["model", metric.title, *(name for _, name in names)], rows
+    return ["model", metric.title, *(escaped(name) for _, name in names)], rows
 
 
 def _rank_row(unit: dict[str, Any]) -> list[str]:
     rank, dimension = unit["rank"], unit["dimension"]
     if unit["dense"]:
-        return [f"`{unit['name']}`", unit["side"], "dense", f"{dimension:,}", ""]
-    return [f"`{unit['name']}`", unit["side"], f"{rank:,}", f"{dimension:,}", f"{rank / dimension:.1%}"]
+        return [code(unit["name"]), unit["side"], "dense", f"{dimension:,}", ""]
+    return [code(unit["name"]), unit["side"], f"{rank:,}", f"{dimension:,}", f"{rank / dimension:.1%}"]

@@ -2,12 +2,13 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
-from tasks.model_files import CARD, LICENCE_PATTERNS, matching
+from tasks.model_files import CARD, LICENCE_PATTERNS, TERMS_PATTERNS, matching
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ class Licence:
     """A licence, as a model card's front matter names one.
 
     ``identifier``: one of the hub's, "other" for one that has a ``name`` or a ``link``, "unknown" for none;
-    ``source``: where it was found, None where nowhere; ``files``: its texts.
+    ``link``: http, https, or the name of one of ``files``, its texts and the notices and policies that go with it;
+    ``source``: where it was found, None where nowhere.
     """
 
     identifier: str | list[str]
@@ -38,17 +40,41 @@ class Licence:
 
 def find_licence(folder: Path) -> Licence:
     """Returns the licence of the model in ``folder``: its card's word, else a file, which is not interpreted."""
-    files = tuple(matching(folder, LICENCE_PATTERNS))
+    texts = matching(folder, LICENCE_PATTERNS)
+    files = tuple(sorted({*texts, *matching(folder, TERMS_PATTERNS)}))
     stated = _front_matter(folder / CARD)
-    if stated.get("license"):
-        found = {field: stated.get(field) for field in ("license_name", "license_link")}
-        name, link = (None if value is None else str(value) for value in found.values())
-        given = stated["license"]
-        identifier = [str(one) for one in given] if isinstance(given, list) else str(given)
-        return Licence(identifier=identifier, name=name, link=link, source=CARD, files=files)
-    if files:
-        return Licence(identifier=OTHER, name=None, link=files[0].name, source=files[0].name, files=files)
-    return Licence(identifier=UNKNOWN, name=None, link=None, source=None, files=())
+    identifier = _strings(stated.get("license"))
+    if identifier:
+        name, link = (_strings(stated.get(field)) for field in ("license_name", "license_link"))
+        return Licence(
+            identifier=identifier,
+            name=name if isinstance(name, str) else None,
+            link=_safe_link(link, files) if isinstance(link, str) else None,
+            source=CARD,
+            files=files,
+        )
+    if texts:
+        return Licence(identifier=OTHER, name=None, link=texts[0].name, source=texts[0].name, files=files)
+    return Licence(identifier=UNKNOWN, name=None, link=None, source=None, files=files)
+
+
+def _strings(value: object) -> str | list[str] | None:
+    """Returns a string, or the strings of a list, each as one line; None for anything else and for empty ones."""
+    if isinstance(value, list):
+        return [line for one in value if isinstance(one, str) and (line := " ".join(one.split()))] or None
+    return " ".join(value.split()) or None if isinstance(value, str) else None
+
+
+def _safe_link(link: str, files: tuple[Path, ...]) -> str | None:
+    """Returns a link to the web, or the name of one of ``files``; None for a link to anything else."""
+    try:
+        parts = urlsplit(link)
+    except ValueError:  # brackets that are no address
+        return None
+    if parts.scheme in ("http", "https") and parts.netloc:
+        return link
+    name = str(PurePosixPath(link))
+    return name if name in {path.name for path in files} else None
 
 
 def _front_matter(card: Path) -> dict[str, Any]:

@@ -28,7 +28,9 @@ TOKENIZER_PATTERNS = (
 CONFIG_FILES = ("config.json", "generation_config.json")
 CODE_PATTERNS = ("*.py",)
 CARD = "README.md"
-LICENCE_PATTERNS = ("LICENSE*", "LICENCE*")  # with the card for people alone: in no digest
+# with the card for people alone: in no digest; in any case, which globs and the hub tell apart
+LICENCE_PATTERNS = ("[Ll][Ii][Cc][Ee][Nn][SsCc][Ee]*", "[Cc][Oo][Pp][Yy][Ii][Nn][Gg]*")
+TERMS_PATTERNS = ("[Nn][Oo][Tt][Ii][Cc][Ee]*", "[Uu][Ss][Ee]_[Pp][Oo][Ll][Ii][Cc][Yy]*")  # that go with a licence
 
 
 def locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Path, str | None]:
@@ -45,7 +47,7 @@ def locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Pa
         raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
     commit = commit_of("model", name_or_path, revision)
     small = [*(i for _, i in WEIGHTS), *TOKENIZER_PATTERNS, *CONFIG_FILES, *PROCESSOR_FILES, *CODE_PATTERNS]
-    small += [CARD, *LICENCE_PATTERNS]
+    small += [CARD, *LICENCE_PATTERNS, *TERMS_PATTERNS]
     folder = Path(snapshot_download(name_or_path, revision=commit, allow_patterns=small))
     if (folder / "config.json").is_file():
         refuse_quantized(folder)  # before its weights are downloaded

@@ -98,6 +98,7 @@ def seconds(cost: Cost, rates: Rates) -> float:
         + cost.logits / rates.logits_per_second
         + (cost.read_bytes + cost.written_bytes) / rates.bytes_per_second
         + cost.text_bytes / TEXT_BYTES_PER_SECOND
+        + cost.more_seconds
     )
 
 

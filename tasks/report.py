@@ -9,7 +9,15 @@ from storage.manifest import ArtifactRef
 from tasks.allocate import ALLOCATION, read_curves
 from tasks.artifacts import read_json, read_units, write_json
 from tasks.caching import Work, stage
-from tasks.efficiency import analytic, efficiency_section, speeds, state_efficiency
+from tasks.efficiency import (
+    analytic,
+    conditions,
+    counted_otherwise,
+    efficiency_section,
+    is_drawn,
+    speeds,
+    state_efficiency,
+)
 from tasks.evaluate import read_evaluation
 from tasks.gather import LEFT_ALONE
 from tasks.markdown import markdown_table
@@ -17,7 +25,7 @@ from tasks.merge import MERGE
 from tasks.metrics import Metric, metric_of
 from tasks.models import ModelSource
 from tasks.plots import plot_curves, plot_pareto, plot_ranks
-from tasks.summary import Result, by_target, spread
+from tasks.summary import Result, by_target, spread, target_label
 from tasks.train import HISTORY
 
 REPORT = "report.json"
@@ -77,7 +85,14 @@ def report(
     if model is not None and device_gib is not None:
         removed = [result["removed"] for result in results]
         stated = analytic(model, units, removed, device_gib)
-        lines = state_efficiency(content, stated, device_gib, speeds(work, decodes or []))
+        lines = state_efficiency(
+            content,
+            stated,
+            device_gib,
+            speeds(work, decodes or []),
+            fused=counted_otherwise(units, removed),
+            measured_on=conditions(work, decodes or []),
+        )
         if lines:
             plot_pareto(lines, metric_of(content["dense"]).title, work.output / PARETO)
     write_json(work.output / REPORT, content)
@@ -151,7 +166,8 @@ def markdown(content: dict[str, Any]) -> str:
     ]
     lines += ["", "## Learning rates", "", *_sweeps(results)] if _swept(results) else []
     lines += _pictures(content)
-    lines += efficiency_section(content, [_seeded(PARETO, seed) for seed in content.get("seeds", [None])])
+    drawn = [seed for seed in content.get("seeds", [None]) if is_drawn(content, seed)]
+    lines += efficiency_section(content, [_seeded(PARETO, seed) for seed in drawn])
     for key, title in ACCURACIES.items():
         if dense.get(key):
             lines += ["", f"## {title}", "", *_accuracies(content, key)]
@@ -204,17 +220,10 @@ def table(content: dict[str, Any]) -> list[str]:
     for group in groups:
         figures = [spread([result[name] for result in group], template) for name, template in columns.values()]
         epochs = [f"{result['epochs']} (best {result['best_epoch']})" for result in group]
-        row = [_target(group[0]), *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
+        row = [target_label(group[0]), *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
         rates = dict.fromkeys(f"{result['learning_rate']:g}" for result in group) if rate else {}
         rows.append([*row, *([", ".join(rates)] if rate else [])])
     return markdown_table(["removed", *columns, "objective", "epochs", *rate], rows)
-
-
-def _target(result: Result) -> str:
-    """Returns the share removed, and the bound from which it follows where there is one."""
-    bounds = {"fit_gib": "fit {:g} GiB: ", "max_kl": "KL {:g}: "}
-    bound = "".join(text.format(result[name]) for name, text in bounds.items() if name in result)
-    return f"{bound}{result['ratio']:.0%}"
 
 
 def stage_table(stages: Sequence[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,13 @@ def by_target(results: Iterable[Result]) -> list[list[Result]]:
     return list(groups.values())
 
 
+def target_label(result: Result) -> str:
+    """Returns the share removed, and the bound from which it follows where there is one."""
+    bounds = {"fit_gib": "fit {:g} GiB: ", "max_kl": "KL {:g}: "}
+    bound = "".join(text.format(result[name]) for name, text in bounds.items() if name in result)
+    return f"{bound}{result['ratio']:.0%}"
+
+
 def combined(reports: Sequence[tuple[int | None, dict[str, Any]]]) -> dict[str, Any]:
     """Returns one report of what each seed's run reported, by its seed; that of a single run as it is.
 
@@ -74,4 +81,5 @@ def _each(function: Any, figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]
         if isinstance(value, dict)
         else function([one[name] for one in figures])
         for name, value in figures[0].items()
+        if all(name in one for one in figures)  # a speed may be missing where something did not fit
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 PROGRAMS = 264  # two for each multiprocessor of a large device
 MIN_SLICE = 256  # positions; shorter ones would write as many bytes as they read
 MAX_SLICES = 64
+MAX_ROWS = 65535  # sequences times heads, each a block of a grid's second or third dimension
 
 
 @triton.jit
@@ -95,10 +96,14 @@ def _combine_kernel(
 
 
 def aggregate(scores: Tensor, values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns softmax(scores) @ values in ``dtype``: (B, H, T) float32, (B, T, R), (B, T) bool | None -> (B, H, R)."""
+    """Returns softmax(scores) @ values in ``dtype``: (B, H, T) float32, (B, T, R), (B, T) bool | None -> (B, H, R).
+
+    No dimension is 0; B H is at most ``MAX_ROWS``.
+    """
     values = values if values.stride(-1) == 1 else values.contiguous()
     keep = keep if keep is None or keep.stride(-1) == 1 else keep.contiguous()
     batch, heads, context = scores.shape
+    assert batch * heads <= MAX_ROWS, (batch, heads)
     rank = values.shape[-1]
     device = values.device
     block_h, block_t, block_r = max(16, min(64, triton.next_power_of_2(heads))), 64, 128

@@ -40,13 +40,14 @@ def _latent_kernel(
     part = tl.program_id(1)
     token = tl.arange(0, PADDED)
     a_row = a + row.to(tl.int64)[:, None] * stride_a
+    x_row = x + token.to(tl.int64)[None, :] * stride_x
     total = tl.zeros((BLOCK_R, PADDED if MATRIX else BLOCK_D), tl.float32)
     for step in range(0, length, BLOCK_D):
         column = part * length + step + tl.arange(0, BLOCK_D)
         weights = tl.load(a_row + column[None, :], mask=(row < R)[:, None] & (column < D)[None, :], other=0.0)
         if MATRIX:
             inside = (column < D)[:, None] & (token < TOKENS)[None, :]
-            values = tl.load(x + token[None, :] * stride_x + column[:, None], mask=inside, other=0.0)
+            values = tl.load(x_row + column[:, None], mask=inside, other=0.0)
             total = tl.dot(weights, values, total, input_precision="ieee")
         else:
             values = tl.load(x + column, mask=column < D, other=0.0)

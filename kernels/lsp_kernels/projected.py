@@ -204,7 +204,7 @@ def _launch_scaled(xs: list[Tensor], u: Tensor, scales: Tensor, out: Tensor, *, 
 def _tiles(dtype: torch.dtype) -> dict[str, int | str]:
     sizes: dict[str, int | str] = {"GROUP": GROUP, "num_stages": 3, "num_warps": 8}
     if dtype == torch.float32:
-        tf32 = torch.backends.cuda.matmul.allow_tf32
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return sizes | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32, "PRECISION": "tf32" if tf32 else "ieee"}
     return sizes | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "PRECISION": "ieee"}
 

@@ -44,14 +44,16 @@ def _chunk_kernel(
         logit += offset
     old = tl.load(tops + token)
     top = tl.maximum(old, tl.max(logit, 0))
-    rescale = tl.exp(old - top)
-    mass = tl.exp(logit - top)
+    origin = tl.where(top == float("-inf"), 0.0, top)  # so far all tokens may be ruled out
+    rescale = tl.exp(old - origin)
+    mass = tl.exp(logit - origin)
     tl.store(tops + token, top)
     tl.store(totals + token, tl.load(totals + token) * rescale + tl.sum(mass, 0))
     if MASS:
         tl.store(rescales + token, rescale)
         if HAS_BIAS:
-            tl.store(weighted + token, tl.load(weighted + token) * rescale + tl.sum(mass * offset, 0))
+            finite = tl.where(offset == float("-inf"), 0.0, offset)  # where it is not the mass is 0
+            tl.store(weighted + token, tl.load(weighted + token) * rescale + tl.sum(mass * finite, 0))
         if SPLIT:
             coarse = mass.to(high.dtype.element_ty)
             tl.store(high + token * C + column, coarse, mask=inside)

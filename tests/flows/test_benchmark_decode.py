@@ -43,13 +43,14 @@ def test_every_arm_of_every_cell_is_measured(shape: str, tmp_path: Path, capsys:
     assert main(["benchmark", "decode", shape, *lists, *ROUNDS, "--output", str(output), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result == json.loads(output.read_text())
+    assert list(output.parent.iterdir()) == [output]
     assert result.keys() >= {"device", "threads", "torch", "transformers", "notes", "ranks", "cells"}
     assert any("context 20 lies beyond the 16 positions" in note for note in result["notes"])
     cells = {(cell["dtype"], cell["batch"], cell["context"]): cell for cell in result["cells"]}
     assert len(cells) == len(result["cells"]) == 8
     for (dtype, batch, context), cell in cells.items():
         arms = {(arm["name"], arm["ratio"]): arm for arm in cell["arms"]}
-        assert len(arms) == 2 + 2 * 10
+        assert len(arms) == 2 + 2 * 12
         measured = {key: arm for key, arm in arms.items() if not key[0].endswith("-tuned")}
         assert all("GPU" in arm["reason"] for key, arm in arms.items() if key not in measured)
         dense = measured["dense", None]
@@ -63,7 +64,9 @@ def test_every_arm_of_every_cell_is_measured(shape: str, tmp_path: Path, capsys:
             seconds = arm["seconds_per_step"]
             share = arm["step_bytes"] / seconds / cell["copy_bytes_per_second"]
             assert arm["bandwidth_share"] == pytest.approx(share, rel=1e-12)
-            assert arm["speedup"].keys() == (set() if name == "dense" else {"dense", "untied", "ours-ready"} - {name})
+            assert arm["speedup"].keys() == (
+                set() if name == "dense" else {"dense", "untied", "untied-ready", "ours-ready"} - {name}
+            )
             if ratio is not None:
                 assert abs(arm["realized_ratio"] - ratio) < 0.05
                 assert arm["weights_bytes"] < dense["weights_bytes"]
@@ -98,6 +101,22 @@ def test_what_cannot_be_measured_is_refused(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert words in error
+
+
+def test_a_folder_as_output_is_refused_before_anything_is_measured(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["benchmark", "decode", shape, "--context", "8", *ROUNDS, "--output", str(tmp_path)]) == 2
+    assert f"error: output: {tmp_path} is a folder" in capsys.readouterr().err
+
+
+def test_a_config_with_a_bad_value_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"model_type": "llama", "hidden_size": "x"}')
+    assert main(["benchmark", "decode", str(path), *ROUNDS]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {path} is no config of a model that transformers knows: ")
+    assert "hidden_size" in error
 
 
 def test_the_command_line_has_the_defaults_and_the_shapes_of_lsp_core() -> None:

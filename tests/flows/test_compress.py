@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import xarray
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from flows.compress import compress
 from flows.config import CompressConfig
+from flows.sources import DecodeConfig
 from lsp_core.modeling import load_compressed
 from storage.grid import KLGrid
 
@@ -203,3 +204,37 @@ def test_too_little_text_says_how_much_there_is(tiny_config: Make, tiny_text: di
     )
     with pytest.raises(ValueError, match=r"gives \d+ calibration sequences of 32 tokens, 5000 are asked for"):
         compress(config)
+
+
+def test_memory_and_speed_are_reported(first: dict[str, Any], tiny_config: Make, folder: Path) -> None:
+    """On the store of the first run: decoding is timed, and what is stated is that of the config alone."""
+    config = tiny_config(folder, output=folder / "timed", store=str(folder / "store"))
+    evaluation = config.evaluation.model_copy(update={"decode": DecodeConfig(contexts=(8,)), "device_gib": 7.0})
+    report = compress(config.model_copy(update={"evaluation": evaluation}))
+    (result,) = report["results"]
+    assert {stage["name"] for stage in report["stages"] if stage["state"] == "Completed"} == {"decode", "report"}
+    stated = {name: owner["efficiency"] for name, owner in (("dense", report["dense"]), ("ours", result))}
+    assert stated["dense"]["parameters"] == report["dense"]["parameters"]
+    assert stated["ours"]["parameters"] == result["parameters"]
+    assert stated["ours"]["max_context_k_tokens"] > stated["dense"]["max_context_k_tokens"] > 0
+    arms = result["speed"]["8"]
+    assert {"dense", "untied", "ours", "ours-ready", "latent-rebuilt", "latent-rotated"} <= arms.keys()
+    assert all(arm["tokens_per_second"] > 0 for arm in arms.values())
+    assert arms["latent-rebuilt"]["cache_bytes"] < arms["dense"]["cache_bytes"]
+    text = (folder / "timed" / "report.md").read_text()
+    assert "## Memory and compute, from the shapes" in text
+    assert "## Decoding, measured" in text
+    assert (folder / "timed" / "plots" / "pareto.png").stat().st_size > 1000
+
+
+def test_contexts_beyond_the_positions_are_refused_at_once(tiny_config: Make, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    evaluation = config.evaluation.model_copy(update={"decode": DecodeConfig(contexts=(10_000_000,))})
+    model = tmp_path / "opt"
+    OPTForCausalLM(
+        OPTConfig(vocab_size=400, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(model)
+    AutoTokenizer.from_pretrained(config.model.name_or_path).save_pretrained(model)
+    changed = config.model.model_copy(update={"name_or_path": str(model)})
+    with pytest.raises(ValueError, match=r"evaluation\.decode: context 10000000: the model has 2048 learned positions"):
+        compress(config.model_copy(update={"evaluation": evaluation, "model": changed}))

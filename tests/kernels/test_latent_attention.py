@@ -206,3 +206,78 @@ def test_heads_that_do_not_fit_are_an_error():
     keys = torch.zeros(1, 2, 4, 4, device=DEVICE)
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
         ops.latent_value_attention(arguments["query"], keys, arguments["latent_v"], scale=1.0)
+
+
+@KERNEL_AND_PLAIN
+@pytest.mark.parametrize("empty", ["sequences", "context", "values"])
+def test_nothing_to_attend_to(empty, kernel):
+    sizes = {"sequences": 2, "context": 5, "values": 3} | {empty: 0}
+    batch, context, rank = sizes.values()
+    arguments = case((2, 4, 2, context, 6, 4, 5, rank), torch.float32)
+    for name in ("query", "latent_k", "latent_v", "cos", "sin", "keep"):
+        arguments[name] = arguments[name][:batch]
+    stored = ops.latent_value_attention_kernel if kernel else plain.latent_value_attention
+    keys = torch.ones(batch, 2, context, 6, device=DEVICE)
+    for result in (run(kernel, arguments), stored(arguments["query"], keys, arguments["latent_v"], None, 0.1)):
+        assert result.shape == (batch, 4, rank)
+        assert (result == 0).all()
+
+
+def test_more_rows_than_a_grid_has(monkeypatch):
+    arguments = case((2, 4, 2, 9, 6, 4, 5, 3), torch.float32)
+    whole = run(True, arguments)
+    monkeypatch.setattr(latent_values, "MAX_ROWS", 7)
+    monkeypatch.setattr(latent_values, "aggregate", None)
+    torch.testing.assert_close(run(True, arguments), whole, rtol=1e-5, atol=1e-6)
+    keys = torch.ones(2, 2, 9, 6, device=DEVICE)
+    ops.latent_value_attention_kernel(arguments["query"], keys, arguments["latent_v"], None, 0.1)
+
+
+WRONG = [
+    ("query", lambda t: t[0], r"query has the shape \(4, 6\)"),
+    ("latent_k", lambda t: t[:1], r"latent_k has the shape \(1, 9, 5\), but must have \(2, any, any\)"),
+    ("latent_v", lambda t: t[:, 1:], r"latent_v has the shape \(2, 8, 3\), but must have \(2, 9, any\)"),
+    ("key_factor", lambda t: t[..., 1:], r"key_factor has the shape \(2, 6, 4\), but must have \(2, 6, 5\)"),
+    ("key_bias", lambda t: t[1:], r"key_bias .*\(12\)"),
+    ("cos", lambda t: t[:, 1:], r"cos .*\(2, 9, 4\)"),
+    ("sin", lambda t: t[..., 1:], r"sin .*\(2, 9, 4\)"),
+    ("keep", lambda t: t[:, 1:], r"keep .*\(2, 9\)"),
+    ("norm", lambda t: t[1:], r"norm .*\(6\)"),
+    ("norm", lambda t: t.to("meta"), r"norm is on meta, but must be on"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[f"{name}{n}" for n, (name, *_) in enumerate(WRONG)])
+def test_shapes_and_devices_that_do_not_fit(name, change, message):
+    """Before a kernel reads beyond them."""
+    arguments = case((2, 4, 2, 9, 6, 4, 5, 3), torch.float32)
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        ops.latent_decode_attention(**arguments)
+
+
+def test_a_rotation_of_more_than_the_head():
+    arguments = case((2, 4, 2, 9, 6, 4, 5, 3), torch.float32)
+    for turned in (3, 8):
+        turn = torch.ones(2, 9, turned, device=DEVICE)
+        with pytest.raises(ValueError, match=f"rotate {turned} columns of 6 in two halves"):
+            ops.latent_decode_attention(**arguments | {"cos": turn, "sin": turn})
+
+
+def test_shapes_of_the_other_ops_that_do_not_fit():
+    def ones(*shape):
+        return torch.ones(shape, device=DEVICE)
+
+    for call, message in (
+        (lambda: ops.latent_value_attention(ones(1, 2, 4), ones(1, 1, 5, 4), ones(1, 9, 3), scale=1), r"\(1, 5, any\)"),
+        (lambda: ops.latent_value_attention(ones(1, 2, 4), ones(1, 1, 5, 3), ones(1, 5, 3), scale=1), r"keys has"),
+        (lambda: ops.low_rank_linear(ones(1, 4), ones(2, 5), [ones(3, 2)]), r"a has the shape \(2, 5\)"),
+        (lambda: ops.low_rank_linear(ones(1, 4), ones(2, 4), [ones(3, 7)]), r"bs\[0\] .*\(any, 2\)"),
+        (lambda: ops.low_rank_linear(ones(1, 4), ones(2, 4), [ones(3, 2)], [ones(4)]), r"biases\[0\] .*\(3\)"),
+        (lambda: ops.project(ones(3, 4), ones(5, 2), [ones(2)]), r"u has .*\(4, any\)"),
+        (lambda: ops.project(ones(3, 4), ones(4, 2), [ones(3)]), r"scales\[0\] has .*\(2\)"),
+        (lambda: ops.softmax_statistics(ones(3, 4), ones(7, 5), None, 4), r"weight has .*\(any, 4\)"),
+        (lambda: ops.log_partition(ones(3, 4), ones(7, 4), ones(6), 4), r"bias has .*\(7\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -91,3 +91,9 @@ def test_gradient_is_that_of_plain_torch():
         torch.testing.assert_close(tensor.grad, grad)
     with torch.no_grad():
         assert not ops.low_rank_linear(x.to(DEVICE), a, [b])[0].requires_grad
+
+
+def test_members_without_rows():
+    x, a = (normal(*shape, dtype=torch.float32, seed=1) for shape in [(3, 8), (2, 8)])
+    none, two = ops.low_rank_linear_kernel(x, a, [x.new_empty(0, 2), x.new_ones(2, 2)], [None, None])
+    assert (none.shape, two.shape) == ((3, 0), (3, 2))

@@ -113,3 +113,34 @@ def test_cpu_needs_no_triton():
         "assert not any(name.startswith('lsp_kernels') for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_either_way_to_ask_for_tf32():
+    """After the newer setting the older one raises where it is read; each in a process of its own."""
+    for setting in ("allow_tf32 = True", "fp32_precision = 'tf32'"):
+        program = (
+            "import torch\n"
+            "from lsp_core import ops\n"
+            f"torch.backends.cuda.matmul.{setting}\n"
+            "one = torch.ones(1, 2)\n"
+            "ops.project(one, torch.ones(2, 1), [torch.ones(1)])\n"
+            "assert ops._tf32()\n"
+            "compiled = torch.compile(lambda x: x + 1 if ops._tf32() else x, fullgraph=True, backend='eager')\n"
+            "assert compiled(one).tolist() == [[2, 2]]\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_no_copy_of_what_a_batch_multiplies():
+    """Keys (B, T, H_kv, d) as heads, and one factor for all sequences, in no more memory than the result needs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    keys, query = numbers(3, 500, 2, 16).transpose(1, 2), numbers(3, 2, 2, 16)
+    factor = numbers(2, 16, 500)
+    for matrices in (keys.mT, factor[None]):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            result = plain.grouped_product(query, matrices)
+        allocated = sum(event.self_cpu_memory_usage for event in seen.events() if event.self_cpu_memory_usage > 0)
+        assert allocated <= 2 * result.nbytes
+        expected = torch.einsum("bgma,bgan->bgmn", query.double(), matrices.double().expand(3, -1, -1, -1))
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)

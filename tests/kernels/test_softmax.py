@@ -76,3 +76,23 @@ def test_dtypes_that_differ_and_chunks_out_of_range():
             assert result.dtype == torch.promote_types(left.dtype, torch.float32)
             assert (result - wanted).abs().max() <= bound
         assert (ops.log_partition_kernel(left, right, None, chunk) - expected[0]).abs().max() <= bounds[0]
+
+
+@BOTH
+def test_tokens_that_are_ruled_out(functions):
+    """A bias of -inf on a whole first chunk, on some of the next and on the last."""
+    h, weight = normal(5, 6, dtype=torch.float32, seed=1), normal(40, 6, dtype=torch.float32, seed=2)
+    bias = normal(40, dtype=torch.float32, seed=3)
+    bias[:9] = bias[10] = bias[-4:] = -torch.inf
+    log_partition, mean_row, mean_bias = functions[0](h, weight, bias, 4)
+    left = bias.isfinite()
+    expected, bounds = oracle(h, weight[left], bias[left]), tolerances(h, weight[left], bias[left])
+    for result, wanted, bound in zip((log_partition, mean_row, mean_bias), expected, bounds, strict=True):
+        assert (result - wanted).abs().max() <= bound
+    assert (functions[1](h, weight, bias, 4) - expected[0]).abs().max() <= bounds[0]
+
+
+def test_no_tokens():
+    h, weight = torch.ones(0, 4, device=DEVICE), torch.ones(7, 4, device=DEVICE)
+    assert [tuple(part.shape) for part in ops.softmax_statistics_kernel(h, weight, None, 4)] == [(0,), (0, 4), (0,)]
+    assert ops.log_partition_kernel(h, weight, None, 4).shape == (0,)

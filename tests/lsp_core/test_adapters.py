@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from lsp_core.modeling_lsp import Shared
 from tests.lsp_core.products import factored_layers, factors, outputs, product, save
@@ -142,6 +142,27 @@ def test_adapters_with_checkpointed_activations_get_the_same_gradients():
         gradients.append({name: p.grad for name, p in with_adapters.named_parameters() if p.requires_grad})
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+@pytest.mark.parametrize("tuned", [PromptTuningConfig, PrefixTuningConfig])
+def test_generate_continues_a_tuned_prompt(tuned):
+    """What the first step of ``generate`` gives is what ``forward`` gives with the prompt, not without it."""
+    model, case = product("llama")
+    sizes = {"token_dim": model.config.hidden_size, "num_attention_heads": model.config.num_attention_heads}
+    if tuned is PrefixTuningConfig:  # keys and values
+        heads = model.config.num_key_value_heads
+        sizes = {"token_dim": heads * model.config.head_dim, "num_attention_heads": heads}
+    with_prompt = get_peft_model(model, tuned(task_type="CAUSAL_LM", num_virtual_tokens=4, **sizes)).eval()
+    torch.nn.init.normal_(with_prompt.prompt_encoder["default"].embedding.weight, std=3)
+    prompt = {"input_ids": case.examples[:2, :5], "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        expected, without = with_prompt(**prompt).logits[:, -1], model(**prompt).logits[:, -1]
+    continued = with_prompt.generate(**prompt, **options).logits[0]
+    # a few blocks of sums of some tens of terms, in another order
+    slack = 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert (continued - expected).abs().max() <= slack < (without - expected).abs().max() / 100
+    assert (model.generate(**prompt, **options).logits[0] - without).abs().max() <= slack
 
 
 def test_the_vocabulary_can_grow_under_adapters():

@@ -13,6 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import lsp_core.modeling_lsp
+from lsp_core.export import export_dense
+from lsp_core.modeling import load_compressed
 from lsp_core.modeling_lsp import CLASSES, LSPConfig
 from tests.lsp_core.environments import make_environment
 from tests.lsp_core.products import AUTO, outputs, save
@@ -139,6 +141,35 @@ def test_an_architecture_that_transformers_lacks_is_an_error_that_says_what_to_i
         transformers.AutoModel.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="model of no class"):
         CLASSES["LSPForCausalLM"](LSPConfig())
+
+
+def test_a_checkpoint_of_the_earlier_format_is_said_to_be_one(tmp_path):
+    """One that names no architecture of transformers, and whose units have no roles."""
+    save(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["base_architecture"], config["auto_map"]
+    config |= {"architectures": ["LlamaForCausalLM"], "base_config": config["base_config"] | {"dtype": "float32"}}
+    config["units"] = [{name: unit[name] for name in unit.keys() - {"roles"}} for unit in config["units"]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loads = (
+        load_compressed,
+        transformers.AutoConfig.from_pretrained,
+        transformers.AutoModelForCausalLM.from_pretrained,
+        lambda folder: export_dense(folder, tmp_path / "dense"),
+    )
+    for load in loads:
+        with pytest.raises(ValueError, match=r"earlier format: run the merge stage again .python -m flows compress"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("wording", ["the model is compressed: do as this version asks", "", None, "no_grad"])
+def test_what_stands_for_the_dtype_of_the_base_may_be_worded_otherwise(tmp_path, wording):
+    save(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["base_config"]["dtype"] = wording
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == loaded.config.base_config.dtype == torch.float32
 
 
 def test_what_was_imported_is_used_where_remote_code_is_trusted_too(tmp_path):

@@ -216,7 +216,7 @@ def test_latent_is_computed_once_a_pass(double):
         assert made == (2 if id(factor) in outer else 1)
     shared = [factor for factor in factors if isinstance(factor, Shared) and factor._once.readers > 1]
     assert [factor._once.readers for factor in shared] == [3, 3]
-    assert all(factor._once._source is None and factor._once._result is None for factor in shared)
+    assert all(factor._once._held is None for factor in shared)
 
 
 @pytest.mark.parametrize(("dtype", "roundoff"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-9)])

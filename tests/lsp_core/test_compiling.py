@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import CompileConfig
 
 from lsp_core.modeling_lsp import Shared
 from tests.lsp_core.products import factored_layers, outputs, product
@@ -103,6 +104,19 @@ def test_generate_with_a_static_cache_and_a_compiled_step():
     assert made >= 1
     assert torch.equal(stepping.generate(**prompt, **options), expected)
     assert len(backend.graphs) == made
+
+
+def test_generate_compiles_its_steps_once():
+    model, case = product("llama")
+    prompt = {"input_ids": case.examples[:2, :5], "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(**prompt, **options)
+    backend = Backend()
+    compiling = CompileConfig(fullgraph=True, mode=None, backend=lambda *given: backend(*given))  # not copied
+    compiling._compile_all_devices = True
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompt, **options, compile_config=compiling), expected)
+    assert len(backend.graphs) == 1
 
 
 def test_gradients_through_a_compiled_model():

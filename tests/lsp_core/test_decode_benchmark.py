@@ -1,20 +1,36 @@
 """A decode step computes what the model computes, and what is reported of it is what was measured."""
 
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig, OPTConfig, PreTrainedConfig
+from transformers import (
+    DeepseekV3Config,
+    DynamicCache,
+    GPTJConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+)
 
-from lsp_core import decode_cell
+from lsp_core import decode_cell, decode_variants
 from lsp_core.decode_benchmark import decode
-from lsp_core.decode_cache import FixedLayer, check_positions, full_cache, full_cache_shapes
+from lsp_core.decode_cache import FixedLayer, full_cache, full_cache_shapes
+from lsp_core.decode_checks import check_decoder, check_positions
 from lsp_core.decode_latent import bytes_per_token, fill, started_cache
 from lsp_core.decode_report import speedups, spread, table
 from lsp_core.decode_settings import DecodeSettings
 from lsp_core.decode_step import MASKLESS, DecodeStep, copy_bandwidth, timed_rounds
+from lsp_core.decode_variants import give_weights, variants_of
 from lsp_core.fused import fuse
+from lsp_core.modeling_lsp import FactoredLinear, LSPConfig, Shared
 from lsp_core.random_models import Pool, dense_model, described_units, materialize, pooled_shapes, tied_model
 
 LLAMA = LlamaConfig(
@@ -196,6 +212,7 @@ def test_positions_and_windows() -> None:
         ({"dtypes": ("int8",)}, "no 'int8'"),
         ({"dtypes": ()}, "at least one"),
         ({"device": "tpu"}, "not on 'tpu'"),
+        ({"device": "mps"}, "not on 'mps'"),
     ],
 )
 def test_settings_out_of_range_are_refused(values: dict[str, object], words: str) -> None:
@@ -210,7 +227,7 @@ def test_what_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch, config_f
     short, long = decode(settings)["cells"]
     reasons = {arm["name"]: arm["reason"] for arm in long["arms"]}
     short_of = [name for name, reason in reasons.items() if reason is not None and reason.startswith("does not fit")]
-    assert short_of == ["dense", "untied", "ours", "ours-ready"]
+    assert short_of == ["dense", "untied", "untied-ready", "ours", "ours-ready"]
     assert reasons["latent-rebuilt"] is None
     assert all(arm["reason"] is None or "GPU" in arm["reason"] for arm in short["arms"])
     rows = [arm for arm in long["arms"] if arm["name"] == "latent-rebuilt"]
@@ -219,9 +236,201 @@ def test_what_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch, config_f
 
 
 def test_weights_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch, config_file: str) -> None:
-    monkeypatch.setattr("lsp_core.decode_benchmark.available_bytes", lambda _: 1000)
+    monkeypatch.setattr("lsp_core.decode_variants.available_bytes", lambda _: 1000)
     with pytest.raises(ValueError, match=r"float32 need 0\.0 GiB.*--dtype bfloat16"):
         decode(DecodeSettings(model=config_file, contexts=(8,), device="cpu"))
+
+
+def test_what_fits_is_measured_beside_what_does_not(monkeypatch: pytest.MonkeyPatch, config_file: str) -> None:
+    dense, ours = dense_model(LLAMA), tied_model(LLAMA, described_units(LLAMA, 0.7))
+    sizes = [Pool.bytes_for(pooled_shapes(model), torch.float32) for model in (dense, ours)]
+    monkeypatch.setattr("lsp_core.decode_variants.available_bytes", lambda _: sizes[0] - 1)
+    arms = measured_arms(config_file, ratios=(0.7,), arms=("dense", "ours"))
+    assert arms["dense"]["reason"].startswith("does not fit: the weights need")
+    assert arms["ours"]["reason"] is None
+    assert arms["ours"]["speedup"] == {}
+
+
+def measured_arms(model: str, **values: Any) -> dict[str, Any]:
+    settings = DecodeSettings(model=model, contexts=(8,), rounds=2, tokens=1, device="cpu", **values)
+    return {arm["name"]: arm for arm in decode(settings)["cells"][0]["arms"]}
+
+
+UNTUNED = ("dense", "untied", "untied-ready", "ours", "ours-ready", "latent-rebuilt", "latent-rotated")
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "failed"),
+    [
+        ("decode_variants.make_ready", RuntimeError("no such kernel"), UNTUNED[2:3] + UNTUNED[4:]),
+        ("decode_cell.started_cache", ValueError("no latents here"), UNTUNED[5:]),
+        ("decode_variants.untied_model", ValueError("cannot be reached"), UNTUNED[1:3]),
+    ],
+)
+def test_what_fails_is_a_reason_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, config_file: str, where: str, error: Exception, failed: tuple[str, ...]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"lsp_core.{where}", fail)
+    arms = measured_arms(config_file, ratios=(0.5,), arms=UNTUNED)
+    assert tuple(name for name, arm in arms.items() if arm["reason"] is not None) == failed
+    assert all(str(error) in arms[name]["reason"] for name in failed)
+
+
+def test_logits_that_are_not_finite_are_a_reason(monkeypatch: pytest.MonkeyPatch, config_file: str) -> None:
+    run = DecodeStep._run
+
+    def overflow(step: DecodeStep) -> None:
+        run(step)
+        if isinstance(step._model.config, LSPConfig):
+            step.logits = step.logits * torch.inf
+
+    monkeypatch.setattr(DecodeStep, "_run", overflow)
+    arms = measured_arms(config_file, ratios=(0.5,), arms=("dense", "ours"))
+    assert arms["dense"]["reason"] is None
+    assert "are not finite" in arms["ours"]["reason"]
+
+
+def test_a_checkpoint_in_which_nothing_is_factored_has_no_untied_model(tmp_path: Path) -> None:
+    tied_model(LLAMA, []).config.save_pretrained(tmp_path)
+    arms = measured_arms(str(tmp_path), arms=UNTUNED)
+    without = [name for name, arm in arms.items() if arm["reason"] is not None]
+    assert without == ["untied", "untied-ready"]
+    assert "nothing is factored" in arms["untied"]["reason"]
+    assert arms["ours"]["realized_ratio"] == 0
+
+
+def test_untied_pairs_are_made_ready_as_ours_are() -> None:
+    settings = DecodeSettings(model="", ratios=(0.5,), device="cpu", arms=UNTUNED)
+    variants, _ = variants_of(settings, LLAMA, {0.5: described_units(LLAMA, 0.5)})
+    give_weights(variants, settings, "float32")
+    for variant in variants[1:]:
+        layers = [module for module in variant.model.modules() if isinstance(module, FactoredLinear)]
+        weights = [each.weight for each in layers if not isinstance(each.output_factor, Shared)]
+        assert weights
+        by_columns = {weight.stride() == (1, weight.shape[0]) for weight in weights}
+        assert by_columns == {variant.kind not in ("untied", "ours")}, variant.kind
+
+
+def test_what_is_ready_is_compared_with_untied_pairs_that_are() -> None:
+    names = ("dense", "untied", "untied-ready", "ours", "ours-ready", "latent-rebuilt")
+    seconds = {(name, None if name == "dense" else 0.5): [2.0**-index] * 2 for index, name in enumerate(names)}
+    arms = [
+        {
+            "name": name,
+            "ratio": ratio,
+            "realized_ratio": ratio,
+            "reason": None,
+            "tokens_per_second": spread([1.0, 1.0]),
+            "speedup": speedups(name, ratio, seconds),
+            "byte_bound": 1.0,
+            "bandwidth_share": 0.5,
+            "weights_bytes": 1,
+            "cache_bytes": 1,
+            "peak_bytes": 3 * 2**29,
+        }
+        for name, ratio in seconds
+    ]
+    cell = {"dtype": "float32", "batch": 1, "context": 8, "copy_bytes_per_second": 1e9, "arms": arms}
+    result = {"model": "m", "device": "d", "threads": 1, "torch": "t", "notes": [], "cells": [cell]}
+    header, _, *rows = [[part.strip() for part in line.split("|")[1:-1]] for line in table(result) if line[:1] == "|"]
+    untied = {row[1]: row[header.index("x untied")] for row in rows}
+    expected = {"dense": "", "untied": "", "untied-ready": "2.00", "ours": "4.00", "ours-ready": "4.00"}
+    assert untied == {**expected, "latent-rebuilt": "8.00"}
+    assert {row[header.index("peak GiB")] for row in rows} == {"1.50"}
+    for arm in arms:
+        arm["peak_bytes"] = None
+    assert not any("peak" in line for line in table(result))
+
+
+def test_the_weights_of_one_dtype_are_gone_before_those_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, config_file: str
+) -> None:
+    given: list[weakref.ref[torch.nn.Module]] = []  # models whose weights are views of a pool
+    alive: list[int] = []
+
+    class Watched(Pool):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            alive.append(sum(model() is not None for model in given))
+            super().__init__(*args, **kwargs)
+
+    def watched(model: Any, *args: Any) -> Any:
+        given.append(weakref.ref(model))
+        return materialize(model, *args)
+
+    monkeypatch.setattr(decode_variants, "Pool", Watched)
+    monkeypatch.setattr(decode_variants, "materialize", watched)
+    dtypes = ("float32", "bfloat16", "float16")
+    decode(DecodeSettings(model=config_file, contexts=(8,), dtypes=dtypes, rounds=2, tokens=1, device="cpu"))
+    assert len(given) > 3
+    assert alive == [0, 0, 0]
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 37,
+}
+LATENTS = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MixtralConfig(**SMALL, num_local_experts=4, sliding_window=None), "is a mixture of experts"),
+        (DeepseekV3Config(**SMALL, **LATENTS, first_k_dense_replace=2), "multi-head latent attention"),
+        (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=37), "full attention only"),
+        (MistralConfig(**SMALL), "window 4096"),
+    ],
+)
+def test_models_that_would_be_measured_wrong_are_refused(config: PreTrainedConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_decoder(dense_model(config))
+
+
+def test_a_table_of_positions_ends_where_it_ends() -> None:
+    model = dense_model(GPTJConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=37, n_positions=16, rotary_dim=4))
+    check_positions(model, 15)
+    with pytest.raises(ValueError, match="a table of 16 positions; ask for at most 15"):
+        check_positions(model, 16)
+
+
+def test_a_gpu_may_be_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert DecodeSettings(model="", device="cuda:1").on_gpu
+    with pytest.raises(ValueError, match="there is no cuda:2, torch sees 2 GPUs"):
+        DecodeSettings(model="", device="cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base_architecture": "BertModel"}, "a compressed BertModel is no decoder"),
+        ({"base_architecture": None}, "an earlier format"),
+        ({"units": [{"name": "x"}]}, "an earlier format"),
+    ],
+)
+def test_checkpoints_that_do_not_decode_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    config = tied_model(LLAMA, described_units(LLAMA, 0.5)).config
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        decode(DecodeSettings(model=str(tmp_path), contexts=(8,), device="cpu"))
+
+
+def test_where_nothing_can_be_written_is_told_at_once(tmp_path: Path) -> None:
+    settings = DecodeSettings(model="llama-2-7b", device="cpu")
+    (tmp_path / "file").touch()
+    for output, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "below.json", "cannot be written")):
+        with pytest.raises(ValueError, match=words):
+            decode(settings, output)
 
 
 def test_a_compressed_model_is_measured_at_its_own_ranks(tmp_path: object, config_file: str) -> None:

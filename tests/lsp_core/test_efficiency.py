@@ -7,11 +7,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 from lsp_core.allocation import uniform_parameters
 from lsp_core.discovery import discover_units
-from lsp_core.efficiency import efficiency
+from lsp_core.efficiency import efficiency, fused_members
 from lsp_core.merging import merge_model, removed_directions
 
 GIB = 2**30
@@ -146,6 +154,56 @@ def test_fused_queries_keys_and_values_cache_one_latent(prepare):
     fused = {unit.name: 30 for unit in case.units if unit.name.endswith("c_attn")}
     assert efficiency(case.model, case.units, {}).kv_floats_per_token_per_layer == 2 * 48
     assert efficiency(case.model, case.units, fused).kv_floats_per_token_per_layer == 48 - 30
+
+
+def test_fused_members_are_told(prepare):
+    case = prepare("gpt2")
+    names = [unit.name for unit in case.units if unit.name.endswith("c_attn")]
+    assert fused_members(case.units, dict.fromkeys(names, 30)) == names
+    assert fused_members(case.units, {}) == []
+    assert fused_members(prepare("llama").units, {unit.name: 1 for unit in prepare("llama").units}) == []
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def test_a_token_is_counted_in_the_experts_that_it_is_routed_to():
+    model = on_meta(MixtralConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2))
+    linear = 2 * (4 * 32 * 32 + 8 * 32 + 2 * 3 * 32 * 64) + 100 * 32  # of 2 blocks, and the head
+    expected = 2 * linear + 4 * CONTEXT * 32 * 2
+    figures = efficiency(model, [], {})
+    assert figures.decode_gflop_2k == pytest.approx(expected / 1e9, rel=1e-12)
+    assert figures.parameters == real_parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100), "layers without attention"),
+        (
+            DeepseekV3Config(
+                **SMALL,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=4,
+                first_k_dense_replace=2,
+            ),
+            "multi-head latent attention",
+        ),
+    ],
+)
+def test_what_keeps_no_keys_and_values_is_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        efficiency(on_meta(config), [], {})
 
 
 def test_excluded_keys_are_cached_at_full_width():

@@ -1,5 +1,6 @@
 """Compressed checkpoints written as dense ones: the same function, loadable without ``lsp_core``, or an error."""
 
+import itertools
 import subprocess
 import sys
 import sysconfig
@@ -9,8 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lsp_core.export as exporting
+from lsp_core.discovery import discover_units
 from lsp_core.export import ParityError, densify, export_dense
 from lsp_core.merging import merge_model
 from lsp_core.modeling import compressed, load_compressed, save_compressed
@@ -211,6 +214,29 @@ def test_another_function_is_refused(damage, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "dense_weight", lambda layer: damage(multiply(layer)))
     with pytest.raises(ParityError, match=rf"differ from those of .* by .* that rounding to {dtype} explains"):
         export_dense(tmp_path / "compressed", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "damage", [lambda w: 1.2 * w, lambda w: w.roll(1, 0), lambda w: w * (torch.rand(w.shape) > 0.01)]
+)
+def test_one_wrong_layer_of_a_deep_model_is_refused(damage, dtype, tmp_path, monkeypatch):
+    """Scaled, in another order, or without a hundredth of its weights; in 16 bits the outputs tell only the worst."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=24)).to(DTYPES[dtype]).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 8  # of a deviation of 0.16, as the width asks for
+    units = discover_units(model)
+    merge_model(model, units, {unit.name: torch.randn(unit.dimension, unit.dimension // 3) for unit in units})
+    save_compressed(model, units, tmp_path / "compressed")
+    multiply, count = exporting.dense_weight, itertools.count()
+    monkeypatch.setattr(exporting, "dense_weight", lambda w: damage(multiply(w)) if next(count) == 90 else multiply(w))
+    with pytest.raises(ParityError, match=f"rounding to {dtype} explains"):
+        export_dense(tmp_path / "compressed", tmp_path / "dense")
+    monkeypatch.setattr(exporting, "dense_weight", multiply)
+    assert export_dense(tmp_path / "compressed", tmp_path / "dense").layers == 24 * 7
 
 
 def test_outputs_that_are_not_finite_are_refused(tmp_path, monkeypatch):

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lsp_core import fused
 from lsp_core.fused import fuse, pad_ranks
 from lsp_core.merging import merge_model
 from lsp_core.modeling import compressed
 from lsp_core.modeling_lsp import FactoredLinear
+from lsp_core.random_models import Pool, materialize, pooled_shapes, untied_model
 
 
 @pytest.fixture
@@ -72,6 +74,23 @@ def test_ranks_are_rounded_up_by_zeros(make, calls, family):
         logits = model(input_ids=tokens).logits
         assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert calls
+
+
+@torch.no_grad()
+def test_untied_pairs_are_padded_and_fused_likewise(calls):
+    shape = {"hidden_size": 24, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model, ranks = untied_model(LlamaConfig(**shape, vocab_size=37), 0.5)
+    pool = Pool(Pool.bytes_for(pooled_shapes(model), torch.float64), torch.float64, "cpu", scale=0.2)
+    materialize(model, pool, torch.float64, "cpu")
+    tokens = torch.arange(12).view(2, 6)
+    expected = model(input_ids=tokens).logits
+    assert any(rank % 16 for rank in ranks.values())
+    assert pad_ranks(model) > 0
+    layers = [module for module in model.modules() if isinstance(module, FactoredLinear)]
+    assert not any(rank % 16 for layer in layers for rank in layer.ranks.values())
+    assert fuse(model) == len(ranks) == len(layers)
+    assert (model(input_ids=tokens).logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert calls == [1] * len(ranks)
 
 
 def test_names_of_the_parameters_stay(make):

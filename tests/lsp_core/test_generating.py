@@ -100,6 +100,7 @@ def test_generation_config_is_honoured_edited_saved_and_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.generation_config.max_new_tokens == 3
+    assert loaded.model.generation_config is loaded.generation_config
     assert loaded.generate(**inputs).shape[1] == 7 + 3
     loaded.generation_config = GenerationConfig(max_new_tokens=2)
     assert loaded.generate(**inputs).shape[1] == 7 + 2
@@ -143,3 +144,52 @@ def test_feature_extraction_pipeline_takes_an_encoder(tmp_path, tokenizer):
     with torch.no_grad():
         expected = model(**tokenizer("some text", return_tensors="pt")).last_hidden_state
     assert torch.equal(torch.tensor(features), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("mode", ["greedy", "static cache"])
+def test_every_step_is_a_call_of_the_model(family, mode):
+    """Its hooks see each, and what is put in the place of its ``forward`` computes each."""
+    model, case = product(family)
+    expected, seen = continued(model, padded(case), **MODES[mode]), []
+    handle = model.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(continued(model, padded(case), **MODES[mode]), expected)
+    assert len(seen) == STEPS
+    handle.remove()
+    plain = model.forward
+
+    def other(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        result.logits = -result.logits
+        return result
+
+    model.forward = other
+    assert not torch.equal(continued(model, padded(case), **MODES[mode]), expected)
+    del model.forward
+    assert torch.equal(continued(model, padded(case), **MODES[mode]), expected)
+
+
+def test_other_ways_to_prepare_inputs_are_taken():
+    model, case = product("llama")
+    expected = continued(model, padded(case), do_sample=False)
+
+    def prepare(input_ids, **kwargs):
+        return type(model).prepare_inputs_for_generation(model, (input_ids + 1) % VOCABULARY, **kwargs)
+
+    original = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = prepare
+    assert not torch.equal(continued(model, padded(case), do_sample=False), expected)
+    model.prepare_inputs_for_generation = original  # as adapters leave it
+    assert torch.equal(continued(model, padded(case), do_sample=False), expected)
+    embedded = {
+        "inputs_embeds": model.get_input_embeddings()(padded(case)["input_ids"]),
+        "attention_mask": padded(case)["attention_mask"],
+    }
+    assert torch.equal(continued(model, embedded, do_sample=False), expected[:, 7:])
+
+
+def test_arguments_that_nothing_reads_are_refused_as_by_the_base_model():
+    model, case = product("llama")
+    for each in (model, merged("llama")[0]):
+        with pytest.raises(ValueError, match="not used by the model"):
+            each.generate(**padded(case), atention_mask=None, nonsense=1)

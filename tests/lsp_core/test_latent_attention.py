@@ -163,7 +163,7 @@ def test_keys_are_made_as_the_attention_makes_them():
         precision = torch.float32 if maker.norm is not None else torch.float64
         close(maker(latent, turn).to(precision), expected, precision)
         plain = maker.plain()
-        made = None if plain is None else plain(latent, turn)
+        made = None if plain is None else plain(maker, latent, turn)
         same = made is not None and (made - expected).norm() <= 1e-5 * expected.norm()
         assert same == plain_fits, name
 
@@ -219,3 +219,22 @@ def test_masks_of_one_query():
 def test_arguments_that_are_refused(arguments, reason):
     assert reason in refusal(arguments)
     assert refusal({"dropout": 0.0, "scaling": 0.1, "softcap": 3.0, "sliding_window": 7, "s_aux": None}) is None
+
+
+def test_float16_does_not_overflow():
+    """Scores beyond 65504 before they are scaled, and sums of values beyond it before they are normalized."""
+    query, keys, values = draw(B, H, 3, 64) * 100, draw(B, GROUPS, 2000, 64) * 100, draw(B, GROUPS, 2000, RANK) + 100
+    query[..., 0, :] = 0  # sees all alike
+    query, keys, values = query.half(), keys.half(), values.half()
+    assert (query.double().unflatten(1, (GROUPS, -1)) @ keys.double().unsqueeze(2).mT).abs().max() > 65504
+    result = attend(
+        query,
+        lambda start, stop: keys[:, :, start:stop],
+        lambda start, stop: values[:, :, start:stop],
+        2000,
+        mask=None,
+        scale=2.0**-10 * 0.7,
+    )
+    expected = softmax_attention(query.double(), keys.double(), values.double(), None, 2.0**-10 * 0.7)
+    sums = 64 * torch.finfo(torch.float16).eps  # of what a score, at most 64 here, is off by
+    assert (result - expected).abs().max() <= (2 * sums * 5) + torch.finfo(torch.float16).eps * 105

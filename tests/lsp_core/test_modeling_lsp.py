@@ -1,6 +1,8 @@
 """The latent of a tied group: computed once a forward pass in eager mode, kept no longer, never stale."""
 
+import copy
 import gc
+import pickle
 import sys
 import weakref
 
@@ -146,3 +148,64 @@ def test_replace_module_reaches_every_name_of_a_layer():
     replace_module(model, "a.0", new)
     assert model.a[0] is model.b is model.c is new
     assert model.a[1] is other
+
+
+def copied_by_pickle(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301  (our own bytes)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
+def test_a_copy_holds_no_latent(copied):
+    shared, layers = group(2)
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    layers[0]((2 * x).exp())  # of a graph, which cannot be copied
+    assert shared._once._held is not None
+    other = copied(shared)
+    assert (other._once.readers, other._once._held) == (2, None)
+    assert torch.equal(other(x), F.linear(x, shared.weight))
+
+
+def changed_input(shared, x):
+    x.mul_(2)
+
+
+def changed_weight(shared, x):
+    with torch.no_grad():
+        shared.weight.mul_(2)
+
+
+def adapted_weight(shared, x):
+    with torch.no_grad():
+        shared.linear[0].weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [changed_input, changed_weight, adapted_weight])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_a_broken_pass_left_is_not_read_after_a_change(change, gradients):
+    shared, _ = group(3)
+    if change is adapted_weight:
+        shared.linear = nn.Sequential(shared.linear)
+    x = torch.randn(5, 7, dtype=torch.float64)
+    with torch.set_grad_enabled(gradients):
+        before = shared(x).clone()
+        assert torch.equal(shared(x), before)
+        change(shared, x)
+        assert torch.equal(shared(x), 2 * before)  # a power of two: no rounding
+
+
+def test_a_latent_made_without_gradients_is_made_again_where_they_are_recorded():
+    shared, _ = group(2)
+    shared.requires_grad_(True)
+    x = torch.randn(5, 7, dtype=torch.float64)
+    with torch.no_grad():
+        assert not shared(x).requires_grad
+    assert shared(x).requires_grad
+
+
+def test_tensors_of_inference_mode_have_no_version():
+    shared, layers = group(2)
+    with torch.inference_mode():
+        x = torch.randn(5, 7, dtype=torch.float64)
+        for layer in layers:
+            expected = F.linear(x, layer.output_factor.weight @ shared.weight, layer.bias)
+            assert (layer(x) - expected).abs().max() <= 1e-13

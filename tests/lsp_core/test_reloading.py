@@ -138,6 +138,22 @@ def test_a_factor_that_no_file_holds_is_an_error_wherever_it_belongs(tmp_path, p
         load("llama", tmp_path / "saved", device_map=places, offload_folder=tmp_path / "disk")
 
 
+def test_another_number_of_labels_draws_the_head_anew_where_that_is_allowed(tmp_path):
+    model, _ = save(tmp_path, "vit")
+    labels = model.config.num_labels + 2
+    with pytest.raises(ValueError, match=r"do not fit its config \(misshapen: model\.classifier"):
+        load("vit", tmp_path, num_labels=labels)
+    loaded = load("vit", tmp_path, num_labels=labels, ignore_mismatched_sizes=True)
+    assert loaded.model.classifier.out_features == loaded.config.num_labels == labels
+    for name, parameter in model.named_parameters():
+        assert "classifier" in name or torch.equal(loaded.get_parameter(name), parameter)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[next(name for name in weights if "factor" in name)]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"do not fit its config \(missing: "):
+        load("vit", tmp_path, num_labels=labels, ignore_mismatched_sizes=True)
+
+
 def test_copies_and_casts_leave_the_original_alone():
     model, case = product("llama")
     expected = outputs(case, model, model)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import re
 import subprocess
@@ -15,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from markdown_it import MarkdownIt
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from flows.cli import main
 from lsp_core.discovery import discover_units
 from lsp_core.merging import merge_model
 from lsp_core.modeling import load_compressed, save_compressed
-from tasks import model_files
-from tasks.card import base_name, render, write_card
-from tasks.licence import find_licence
+from tasks import card
+from tasks.card import base_name, holds_latents, render, write_card
 from tasks.models import ModelSource, find_model, load_model, load_tokenizer
 from tasks.processors import copy_processor
 from tests.flows.kinds import save_bert, save_vit
@@ -205,6 +205,47 @@ def test_a_model_of_the_hub_is_named_by_its_id_and_commit(make: Make, source: Mo
     assert f"| its digest | `{source.digest}` |" in text
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("hub/models--owner--a-model/snapshots/0123abc", "owner/a-model"),
+        ("hub/models--gpt2/snapshots/0123abc", "gpt2"),
+        ("snapshots/0123abc", "0123abc"),
+        ("here/my-model", "my-model"),
+    ],
+)
+def test_a_folder_of_the_hub_s_cache_is_named_by_its_id(source: ModelSource, folder: str, name: str) -> None:
+    assert base_name(source.model_copy(update={"folder": f"/a/{folder}", "revision": None})) == name
+
+
+def test_the_cache_of_latents_is_shown_where_it_would_hold_some(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, facts, _ = make()
+    assert facts["latents_of_keys_and_values"]
+    assert "LatentCache(model)" in parts_of(folder)[1]
+    config = json.loads((folder / "config.json").read_text())
+    wide = copy.deepcopy(config)
+    for unit in wide["units"]:
+        unit["roles"] = ["" for _ in unit["members"]]
+    (folder / "config.json").write_text(json.dumps(wide))
+    assert not holds_latents(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert holds_latents(folder)
+
+    def refuse(_model: object) -> None:
+        raise ValueError("use the ordinary cache")
+
+    monkeypatch.setattr(card, "LatentCache", refuse)
+    assert not holds_latents(folder)
+
+
+def test_adapters_reach_the_factors_as_the_card_says(make: Make) -> None:
+    folder, _, _ = make()
+    targets = re.findall(r'target_modules="([^"]*)"', parts_of(folder)[1])
+    assert targets == ["all-linear"]
+    model = get_peft_model(load_compressed(folder), LoraConfig(r=2, target_modules=targets[0]))
+    assert any("input_factor.linear.lora_A" in name for name, _ in model.named_parameters())
+
+
 def test_the_same_artifacts_give_the_same_bytes_without_a_path(make: Make, source: ModelSource, tmp_path: Path) -> None:
     files = []
     for _ in range(2):
@@ -264,23 +305,37 @@ def test_the_licence_is_the_base_model_s(
     assert not file or (folder / "LICENSE").read_text() == LICENCE
 
 
-def test_a_card_that_does_not_read_is_said_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
-    with caplog.at_level(logging.WARNING):
-        assert find_licence(tmp_path).identifier == "unknown"
-    assert "its front matter is no YAML" in caplog.text
+def test_a_notice_alone_is_no_licence(make: Make, source: ModelSource, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "NOTICE").write_text("of others")
+    folder, _, _ = make(source.model_copy(update={"folder": str(tmp_path / "base")}))
+    assert parts_of(folder)[0]["license"] == "unknown"
+    assert (folder / "NOTICE").read_text() == "of others"
 
 
-def test_licence_and_card_are_downloaded_with_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[list[str]] = []
-
-    def download(_name: str, *, revision: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(model_files, "snapshot_download", download)
-    model_files.locate("owner/name", "a" * 40, partly=True)
-    assert {"README.md", "LICENSE*"} <= set(asked[0])
+def test_what_others_wrote_is_text_and_no_markdown(make: Make, source: ModelSource, tmp_path: Path) -> None:
+    """Rendered as Markdown, the names are shown as they are, and every link leads where the licence says."""
+    base = tmp_path / "a`b|c[d](http:evil)_e_<script>"
+    base.mkdir()
+    name = "own](http:evil) *x* <b>|"
+    link = "https://a.org/x) [y](http:evil)"
+    front = yaml.safe_dump({"license": "other", "license_name": name, "license_link": link})
+    (base / "README.md").write_text(f"---\n{front}---\n")
+    folder, _, _ = make(source.model_copy(update={"folder": str(base)}))
+    written, text = parts_of(folder)
+    assert (written["base_model"], written["license_name"], written["license_link"]) == (base.name, name, link)
+    shown = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [token for token in shown if token.type == "inline"]
+    children = [child for token in inline for child in token.children or []]
+    links = [child.attrs["href"] for child in children if child.type == "link_open"]
+    assert links == ["https://a.org/x%29%20%5By%5D%28http:evil%29"]
+    assert not [token for token in (*shown, *children) if token.type.startswith("html")]
+    texts = ["".join(child.content for child in token.children or []) for token in inline]
+    assert texts[0] == f"{base.name}, compressed by 31.27%"
+    assert f"That of the base model: {name}, as its card says." in texts
+    codes = [child.content for child in children if child.type == "code_inline"]
+    assert codes.count(base.name) == 1  # in the table
+    assert "a`b\\|c" in codes[0]
 
 
 def snippets_of(folder: Path) -> list[str]:
