@@ -17,7 +17,6 @@ from torch import Tensor
 from lsp_core.ops import log_partition, softmax_statistics
 
 VOCABULARY_CHUNK = 4096
-NEGATIVE = "label_statistic: labels are indices from 0; leave out the tokens that are not to be predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +50,7 @@ def teacher_statistic(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def label_statistic(labels: Tensor, weight: Tensor, bias: Tensor | None = None) -> TeacherStatistic:
-    """Returns the statistic that makes ``divergence`` the cross-entropy, in nats, of ``labels`` (T,).
-
-    Errors: ``ValueError`` if a label is negative, on a GPU an assertion there: nothing waits for it.
-    """
-    if labels.is_cuda:
-        torch._assert_async((labels >= 0).all(), NEGATIVE)
-    elif (labels < 0).any():
-        raise ValueError(f"{NEGATIVE}; the least of {labels.numel()} is {labels.min().item()}")
+    """Returns the statistic that makes ``divergence`` the cross-entropy, in nats, of ``labels`` (T,), all from 0 on."""
     m = _at_least_float32(weight[labels])
     zeros = m.new_zeros(len(labels))
     return TeacherStatistic(m=m, c=zeros if bias is None else _at_least_float32(bias[labels]), entropy=zeros)

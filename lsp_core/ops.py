@@ -106,6 +106,8 @@ def softmax_statistics(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: in
     A bias of -inf rules a token out: it counts as 0 in b . q.
     """
     op_shapes.require_head("softmax_statistics", h, weight, bias)
+    if not h.is_cuda:
+        return plain.softmax_statistics(h, weight, bias, chunk)
     result: tuple[Tensor, Tensor, Tensor] = _softmax_statistics(h, weight, bias, chunk)
     return result
 
@@ -113,6 +115,8 @@ def softmax_statistics(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: in
 def log_partition(h: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
     """Returns logsumexp(W h + b), (T,), as ``softmax_statistics`` does."""
     op_shapes.require_head("log_partition", h, weight, bias)
+    if not h.is_cuda:
+        return plain.log_partition(h, weight, bias, chunk)
     result: Tensor = _log_partition(h, weight, bias, chunk)
     return result
 

@@ -106,7 +106,7 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "evaluation.task_folder": ("FOLDER", NOTHING),  # there are no tasks
     "evaluation.task_limit": (3, NOTHING),
     "evaluation.task_batch_size": (3, NOTHING),
-    "evaluation.device_gib": (80.0, NOTHING),  # the report alone, which is unknown until the evaluations ran
+    "evaluation.device_gib": (80.0, {"report"}),
     "evaluation.decode.contexts": ([8], {"decode 0.3-kl"}),
     "evaluation.decode.batch": (2, NOTHING),  # no context is timed
     "evaluation.decode.tuned": (True, NOTHING),

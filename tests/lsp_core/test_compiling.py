@@ -119,6 +119,7 @@ def test_generate_compiles_its_steps_once():
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.slow
 def test_gradients_through_a_compiled_model():
     model, case = product("llama")
     model.requires_grad_(True)

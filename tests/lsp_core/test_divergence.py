@@ -125,8 +125,3 @@ def test_head_and_statistic_get_no_gradient():
     assert not statistic.m.requires_grad
     divergence(student, weight, bias, statistic).sum().backward()
     assert weight.grad is None
-
-
-def test_labels_that_are_no_tokens():
-    with pytest.raises(ValueError, match=r"labels are indices from 0.*the least of 3 is -100"):
-        label_statistic(torch.tensor([1, -100, 2]), torch.ones(5, 4))

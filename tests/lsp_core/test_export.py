@@ -113,7 +113,9 @@ def test_the_same_function_layer_by_layer_and_as_a_whole(name, dtype, tmp_path):
     assert done.layers == len(products_of(merged))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert", "qwen3_moe"))]
+)
 def test_what_is_written_needs_no_code_of_ours(name, tmp_path):
     """Loaded by the Auto class in a process that cannot import lsp_core: the same bits as here."""
     case = prepare(name, torch.float32)
