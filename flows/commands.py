@@ -249,7 +249,9 @@ class StoreCommands(BaseModel):
 class Efficiency(BaseModel):
     """Memory, cache and FLOPs of a model before and after compression, from its config alone."""
 
-    model: CliPositionalArg[str] = Field(description="Model folder, hub id, or a config.json.")
+    model: CliPositionalArg[str] = Field(
+        description="Model folder, hub id, config.json, or a shape such as llama-2-7b."
+    )
     ratio: Ratio = Field(0.5, description="Share of the targeted layers' parameters to remove.")
     allocation: Literal["uniform_parameters", "uniform_rank"] = Field(
         "uniform_parameters", description="How ranks are chosen."

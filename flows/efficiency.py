@@ -1,6 +1,5 @@
 """``python -m flows efficiency``: memory, cache and FLOPs before and after compression, from a model's config alone."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from lsp_core.allocation import uniform_parameters, uniform_rank
 from lsp_core.discovery import KVRouting, discover_units
 from lsp_core.efficiency import efficiency as figures
+from lsp_core.named_shapes import SHAPES, config_of
 
 ALLOCATIONS = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform_rank}
 
@@ -18,7 +18,7 @@ ALLOCATIONS = {"uniform_parameters": uniform_parameters, "uniform_rank": uniform
 def efficiency(model: str, ratio: float, allocation: str, kv_routing: KVRouting, device_gib: float) -> dict[str, Any]:
     """Returns the figures of the dense and the compressed model; no weight is loaded.
 
-    ``model``: a folder with a config, a config's JSON file, or a hub id.
+    ``model``: a folder with a config, a config's JSON file, a named shape, or a hub id.
     Errors: ``ValueError`` if there is no such model, or if the ratio cannot be reached.
     """
     empty = empty_model(model)
@@ -52,20 +52,12 @@ def empty_model(model: str) -> PreTrainedModel:
 
 def _config(model: str) -> PreTrainedConfig:
     path = Path(model).expanduser()
-    if path.suffix == ".json":
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{model} cannot be read: {error.strerror}") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{model} is not JSON: {error}") from None
-        kind = values.pop("model_type", None) if isinstance(values, dict) else None
-        if kind is None:
-            raise ValueError(f"{model} is no model config: it has no model_type")
-        return AutoConfig.for_model(kind, **values)
+    if model in SHAPES or path.suffix == ".json" or path.is_dir():
+        return config_of(model)
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{model} is no folder with a config.json and no hub id at hand: {str(error).splitlines()[0]}"
+            f"{model} is no folder with a config.json, no shape ({', '.join(SHAPES)}) and no hub id at hand: "
+            f"{str(error).splitlines()[0]}"
         ) from None

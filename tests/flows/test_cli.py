@@ -53,7 +53,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert "--calibration.sequences int" in words
 
 
-@pytest.mark.parametrize("command", ["compress", "demo", "efficiency", "benchmark"])
+@pytest.mark.parametrize("command", ["compress", "demo", "efficiency", "export", "benchmark"])
 def test_every_subcommand_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
