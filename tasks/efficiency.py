@@ -143,7 +143,7 @@ def state_efficiency(
     if measured_on is not None:
         content["decoding"] = dict(measured_on)
     if _has_speeds(results):
-        title = f"tokens per second, context {_shortest(results[0])}, at the dense speed of the first run"
+        title = f"tokens per second, context {_shortest(results[0])}, scaled to one dense run"
         panels[title] = _lines(content, SPEED)
     return panels
 

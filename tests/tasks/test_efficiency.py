@@ -85,7 +85,7 @@ def test_what_is_not_known_is_left_out(content: dict[str, Any]) -> None:
 
 def test_speeds_of_several_runs_are_drawn_at_one_dense_speed(content: dict[str, Any]) -> None:
     (panel,) = state_efficiency(content, None, 80.0, [timed(64.0, 128.0), timed(640.0, 1280.0), timed(6.4, 19.2)])
-    assert "at the dense speed of the first run" in panel
+    assert "scaled to one dense run" in panel
     lines = {line.label: list(line.x) for line in state_efficiency_of(content)[panel]}
     assert lines["LSP"] == pytest.approx([1.0, 2.0, 2.0])  # of 30 %, measured while all was ten times as fast, and 70 %
     assert lines["LSP-T"] == pytest.approx([1.0, 3.0])
