@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo '[2/3] torch and the build backends (a minute or two)'
 	@$(PIP) "$$(grep '^torch==' constraints.txt)" hatchling setuptools
 	@echo '[3/3] everything else, and this checkout (a minute or two)'
-	@$(PIP) --no-build-isolation --editable '.[kernels,pipeline,s3,dev]'
+	@$(PIP) --no-build-isolation --editable '.[kernels,pipeline,s3,dask,ray,dev]'
 	@touch $@
 	@echo '      done'
 

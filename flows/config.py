@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from flows.sources import CalibrationConfig, EvaluationConfig, ImageSource, Section, TextSource, ValidationConfig
 from storage.places import check_uri
+from tasks.caching import Launch
 
 Objective = Literal["kl", "task"]
 AllocationMethod = Literal["measured_kl", "fisher", "uniform_parameters", "uniform_rank"]
@@ -126,6 +127,22 @@ class TrainingConfig(Section):
         50, ge=1, description="Optimizer steps between two checkpoints of a running training."
     )
     checkpoint_minutes: float = Field(10.0, gt=0, description="A checkpoint is also written after this long.")
+    num_processes: int = Field(
+        1, ge=1, description="Processes a node that train together, one a GPU; they share the batch of each step."
+    )
+    num_nodes: int = Field(1, ge=1, description="Nodes that train together; needs rendezvous_endpoint.")
+    rendezvous_endpoint: str | None = Field(
+        None,
+        pattern=r"^[^\s:/]+:\d{1,5}$",
+        description="host:port where the nodes of a training meet; none: on this machine.",
+    )
+    sharding: Literal["replicated", "sharded"] = Field(
+        "replicated",
+        description="replicated: every process holds the frozen model; sharded: each a part of every block (FSDP2).",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="How often the processes of a training are started again after one of them died."
+    )
     seed: int = Field(0, ge=0, description="Seed of the order of the data and of the masks.")
 
     @field_validator("learning_rate", mode="before")
@@ -143,10 +160,41 @@ class TrainingConfig(Section):
         _refuse_twice("learning rates", [f"{rate:g}" for rate in rates])
         return rates if len(rates) > 1 else rates[0]
 
+    @model_validator(mode="after")
+    def _nodes_meet_somewhere(self) -> Self:
+        if self.num_nodes > 1 and self.rendezvous_endpoint is None:
+            raise ValueError(
+                f"training.num_nodes={self.num_nodes} needs training.rendezvous_endpoint, the host:port where they meet"
+            )
+        return self
+
+    @property
+    def launch(self) -> Launch:
+        """Returns on how many processes the projectors are trained, and how these find each other."""
+        return Launch(**self.model_dump(include=set(Launch.model_fields)))
+
     @property
     def rates(self) -> tuple[float | None, ...]:
         """Returns the learning rates to train with; None is the default for the model's size."""
         return self.learning_rate if isinstance(self.learning_rate, tuple) else (self.learning_rate,)
+
+
+class WorkersConfig(Section):
+    """Who shares the work of gather, measure and evaluate."""
+
+    runner: Literal["threads", "dask", "ray"] = Field(
+        "threads", description="Prefect's task runner: threads of this process, or a Dask or a Ray cluster."
+    )
+    count: int = Field(1, ge=1, le=4096, description="Workers; 1: each stage runs as a whole, by itself.")
+    address: str | None = Field(
+        None, min_length=1, description="Address of a running Dask or Ray cluster; none: one on this machine."
+    )
+
+    @model_validator(mode="after")
+    def _address_of_a_cluster(self) -> Self:
+        if self.address is not None and self.runner == "threads":
+            raise ValueError("workers.address is of a Dask or a Ray cluster: set workers.runner, or drop it")
+        return self
 
 
 class Target(Section):
@@ -252,6 +300,14 @@ class CompressConfig(Section):
     )
     teacher_cache_gib: float = Field(
         8.0, ge=0, description="Keep the dense model's outputs on the training set in the store up to this size."
+    )
+    workers: WorkersConfig = Field(WorkersConfig(), description="Who shares the work of gather, measure and evaluate.")
+    offload: bool = Field(
+        False,
+        description="Keep the weights in host memory, one block at a time on the device, in gather and measure.",
+    )
+    stage_timeout_minutes: Positive | None = Field(
+        None, description="A stage that takes longer than this fails, its work kept; none: no limit."
     )
 
     @field_validator("store")

@@ -15,6 +15,7 @@ from flows.sets import Sets, Test, draw, test_examples
 from lsp_core.shapes import positions_of
 from storage.manifest import ArtifactRef
 from tasks.bases import bases
+from tasks.caching import Launch
 from tasks.decode import decode
 from tasks.evaluate import evaluate
 from tasks.gather import gather
@@ -140,7 +141,7 @@ def train_target(
         pace = {"checkpoint_sequences": config.calibration.checkpoint_sequences}
         dense_outputs = stages.run(teacher, "teacher", hints=pace, model=model, tokens=sets.training)
     unkeyed = {"checkpoint_steps", "checkpoint_minutes"}
-    settings = config.training.model_dump(mode="json", exclude={*unkeyed, "learning_rate"})
+    settings = config.training.model_dump(mode="json", exclude={*unkeyed, *Launch.model_fields, "learning_rate"})
     settings["epochs"] = target.epochs or config.training.epochs
     if settings["epoch_sequences"] is None:
         del settings["epoch_sequences"]

@@ -72,8 +72,14 @@ class Prepared:
 
     @property
     def runtime(self) -> Runtime:
-        batch = self.config.evaluation.task_batch_size
-        return Runtime(device=self.device, micro_batch=self.config.micro_batch, task_batch_size=batch)
+        config = self.config
+        return Runtime(
+            device=self.device,
+            micro_batch=config.micro_batch,
+            task_batch_size=config.evaluation.task_batch_size,
+            offload=config.offload,
+            launch=config.training.launch,
+        )
 
 
 def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = True) -> Prepared:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
@@ -48,6 +48,18 @@ class Source(BaseModel):
         return self.digest
 
 
+class Launch(BaseModel):
+    """On how many processes the projectors are trained, and how these find each other."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_processes: int = 1
+    num_nodes: int = 1
+    rendezvous_endpoint: str | None = None
+    sharding: Literal["replicated", "sharded"] = "replicated"
+    max_restarts: int = 3
+
+
 class Runtime(BaseModel):
     """Settings that change speed and memory but not the result, and are therefore in no key."""
 
@@ -56,6 +68,8 @@ class Runtime(BaseModel):
     device: str = "cpu"
     micro_batch: int = 4
     task_batch_size: int = 8
+    offload: bool = False
+    launch: Launch = Launch()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,11 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "training.patience": (1, {"train 0.3-kl"}),
     "training.checkpoint_steps": (1, NOTHING),
     "training.checkpoint_minutes": (1.0, NOTHING),
+    "training.num_processes": (2, NOTHING),
+    "training.num_nodes": (2, NOTHING),
+    "training.rendezvous_endpoint": ("localhost:29400", NOTHING),
+    "training.sharding": ("sharded", NOTHING),
+    "training.max_restarts": (1, NOTHING),
     "training.seed": (1, {"train 0.3-kl"}),
     "ablate.init": (["plain", "whitened"], NOTHING),
     "ablate.tie": ([True, False], NOTHING),
@@ -135,6 +140,11 @@ DECISIONS: dict[str, tuple[Any, set[str] | None]] = {
     "device": ("cpu", NOTHING),
     "micro_batch": (3, NOTHING),
     "teacher_cache_gib": (0.0, NOTHING),
+    "workers.runner": ("dask", NOTHING),
+    "workers.count": (2, NOTHING),
+    "workers.address": ("tcp://localhost:8786", NOTHING),
+    "offload": (True, NOTHING),
+    "stage_timeout_minutes": (5.0, NOTHING),
 }
 
 
@@ -147,6 +157,7 @@ OTHERS = (
     "evaluation.transfer.",
     "evaluation.text_transfer.",
 )
+NEEDED = {"num_nodes": {"rendezvous_endpoint": "localhost:29400"}, "address": {"runner": "dask"}}  # beside a field
 BEGUN = {"groups": [{"members": ["*q_proj", "*k_proj", "*v_proj"], "side": "input"}]}  # what an empty section starts as
 
 
@@ -248,4 +259,6 @@ def changed(config: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     place[last] = value
     if last in ("fit_gib", "max_kl"):  # instead of a ratio
         place["ratio"] = None
+    if last in NEEDED:
+        place |= NEEDED[last]
     return config
