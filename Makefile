@@ -9,6 +9,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests run on as many processes as there are cores, four at most: each has a thread of its own for torch.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 PIP := $(BIN)/python -m pip install --quiet --progress-bar off --disable-pip-version-check --constraint constraints.txt
 
 # Prefect: no telemetry, and time for the first start of its temporary server (a database migration).
@@ -26,10 +28,10 @@ demo: $(STAMP) ## compress the demo model by 30, 50 and 70 %; report in runs/dem
 	$(BIN)/python -m flows demo $(ARGS)
 
 test: lint typecheck ## lint, type-check, and run every test that is not slow
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(PYTEST) --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: $(STAMP) ## run the tests marked slow
-	@$(BIN)/python -m pytest -m slow $(ARGS) || { code=$$?; \
+	@$(PYTEST) --dist loadfile -m slow $(ARGS) || { code=$$?; \
 		[ $$code -eq 5 ] && echo 'make test-slow: no test is marked slow.' || exit $$code; }
 
 lint: $(STAMP) ## ruff, its formatter in check mode, and the layers of imports
