@@ -9,12 +9,14 @@ from itertools import product
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 
+from flows.artifacts import show_markdown, show_table, stage_rows
 from flows.config import CompressConfig, Target, cross_product
 from flows.graph import compress_target, evaluate_dense, initialize, seed_variants
+from flows.operated import VERSION, operated
 from flows.prepared import Labelled, Prepared, prepare, with_config
 from flows.sets import Sets, draw, test_examples
+from flows.task_runners import workers_of
 from storage.files import write_whole
 from storage.manifest import ArtifactRef
 from tasks.ablation import ablation_markdown, ablation_table, axis_text, dots, read_cell, rows_of, spread_lines
@@ -40,7 +42,8 @@ class Cell:
         return ", ".join(f"{axis} {axis_text(axis, value)}" for axis, value in self.values.items())
 
 
-@flow(name="ablate", persist_result=False)
+@flow(name="ablate", version=VERSION, persist_result=False)
+@operated
 def ablate(config: CompressConfig) -> dict[str, Any]:
     """Compresses once for each cell of the config's section ``ablate``, writes the table and the plot; returns both.
 
@@ -51,15 +54,23 @@ def ablate(config: CompressConfig) -> dict[str, Any]:
     prepared = prepare(crossed[0].config)
     variants = [_varied(prepared, cell) for cell in crossed]
     config.output.mkdir(parents=True, exist_ok=True)
-    stages = Stages(place=config.store, runtime=prepared.runtime, verify=config.verify)
-    test = test_examples(stages, prepared)
-    sets = [draw(labelled, variant, test) for _, labelled, variant in seed_variants(stages, prepared)]
-    dense = evaluate_dense(stages, prepared, test)
-    sets = [drawn.compared_with(dense) for drawn in sets]
-    results = []
-    for number, (cell, variant) in enumerate(zip(crossed, variants, strict=True), 1):
-        log.info("cell %d of %d: %s", number, len(crossed), cell.name)
-        results.append(_run_cell(stages, variant, sets, f"cell {number}"))
+    workers = workers_of(config.workers, prepared.device)
+    stages = Stages(
+        place=config.store,
+        runtime=prepared.runtime,
+        verify=config.verify,
+        timeout_minutes=config.stage_timeout_minutes,
+        workers=workers,
+    )
+    with workers:
+        test = test_examples(stages, prepared)
+        sets = [draw(labelled, variant, test) for _, labelled, variant in seed_variants(stages, prepared)]
+        dense = evaluate_dense(stages, prepared, test)
+        sets = [drawn.compared_with(dense) for drawn in sets]
+        results = []
+        for number, (cell, variant) in enumerate(zip(crossed, variants, strict=True), 1):
+            log.info("cell %d of %d: %s", number, len(crossed), cell.name)
+            results.append(_run_cell(stages, variant, sets, f"cell {number}"))
     stages.close()
     return _write_output(config, stages, crossed, dense, results, started)
 
@@ -160,7 +171,6 @@ def _write_output(
     plot_cells(*dots(content), config.output / PICTURE)
     write_whole(config.output / ABLATION, json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_whole(config.output / MARKDOWN, ablation_markdown(content, PICTURE))
-    create_markdown_artifact(
-        "\n".join(ablation_table(content)), key="ablation", description=f"{config.model.name_or_path}, ablated"
-    )
+    show_markdown("ablation", lambda: ablation_table(content), f"{config.model.name_or_path}, ablated")
+    show_table("stages", lambda: stage_rows(content["stages"]), f"{config.model.name_or_path}: stages of this run")
     return content

@@ -230,7 +230,7 @@ def _trainer(case: _Case, teacher: TeacherStatistic | None) -> Iterator[Trainer]
 
 def _masks(case: _Case) -> dict[str, Tensor]:
     with _trainer(case, None) as trainer:
-        return {name: mask.to(case.model.dtype) for name, mask in trainer.masks(0).items()}
+        return {name: mask.to(case.model.dtype) for name, mask in trainer.draws.masks(0).items()}
 
 
 def _obvious(case: _Case, masks: dict[str, Tensor]) -> dict[str, Tensor]:

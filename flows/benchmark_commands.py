@@ -76,6 +76,35 @@ class BenchmarkDecode(BenchmarkOptions):
         decode(options, self.output, as_json=self.json_)
 
 
+class BenchmarkScaling(BenchmarkOptions):
+    """What 1 to 1,024 GPUs would take for the long stages: a simulation on paper, with its assumptions."""
+
+    model: CliPositionalArg[str] = Field("llama-2-7b", description="A shape, a folder, or a config.json.")
+    ratio: Ratio = Field(0.5, description="Share of the targeted layers' parameters removed.")
+
+    def cli_cmd(self) -> None:
+        from flows.scaling import Job, print_scaling, scaling
+
+        print_scaling(scaling(Job(model=self.model, ratio=self.ratio)), as_json=self.json_)
+
+
+class BenchmarkDistributed(BenchmarkOptions):
+    """Training by several processes against one, and orthonormalization by owners against the same in every process.
+
+    ``python -m lsp_core.distributed_benchmark`` is the same, with more options, where only torch and transformers are
+    installed.
+    """
+
+    processes: int = Field(2, ge=2, description="Processes of one thread each, or of a GPU each.")
+    device: str = Field("cpu", description="cpu or cuda.")
+    rounds: int = Field(3, ge=1, description="Rounds in which the arms take turns.")
+
+    def cli_cmd(self) -> None:
+        from flows.benchmark_distributed import distributed
+
+        distributed(self.processes, self.device, self.rounds, as_json=self.json_)
+
+
 class Benchmark(BaseModel):
     """Time and memory of the expensive parts against the obvious alternative, in one run."""
 
@@ -83,6 +112,8 @@ class Benchmark(BaseModel):
     train: CliSubCommand[BenchmarkTrain]
     store: CliSubCommand[BenchmarkStore]
     decode: CliSubCommand[BenchmarkDecode]
+    distributed: CliSubCommand[BenchmarkDistributed]
+    scaling: CliSubCommand[BenchmarkScaling]
 
     def cli_cmd(self) -> None:
         CliApp.run_subcommand(self)

@@ -15,16 +15,29 @@ from pydantic_settings import (
 )
 
 from flows.benchmark_commands import Benchmark
-from flows.commands import Ablate, Compress, Curve, Demo, Efficiency, Export, Plan, StoreCommands, Versions
+from flows.commands import (
+    Ablate,
+    Check,
+    Compress,
+    Curve,
+    Demo,
+    Efficiency,
+    Evaluate,
+    Export,
+    Join,
+    Plan,
+    StoreCommands,
+    Versions,
+)
 from flows.server import REPORTED
 from flows.settings_file import read_yaml
 
 BAD_INPUT, INTERRUPTED = 2, 130
-CONFIGURED = ("compress", "curve", "plan")  # the commands that read a configuration file
+CONFIGURED = ("compress", "curve", "evaluate", "plan")  # the commands that read a configuration file
 
 
 class YamlSource(PydanticBaseSettingsSource):
-    """The values of the file that ``compress``, ``curve`` or ``plan`` names, below those of the command line."""
+    """The values of the file that a command of ``CONFIGURED`` names, below those of the command line."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return None, field_name, False  # the file is read as a whole, by __call__
@@ -56,12 +69,15 @@ class Commands(BaseSettings):
     compress: CliSubCommand[Compress]
     plan: CliSubCommand[Plan]
     curve: CliSubCommand[Curve]
+    evaluate: CliSubCommand[Evaluate]
     ablate: CliSubCommand[Ablate]
     store: CliSubCommand[StoreCommands]
     demo: CliSubCommand[Demo]
     efficiency: CliSubCommand[Efficiency]
     export: CliSubCommand[Export]
     benchmark: CliSubCommand[Benchmark]
+    check: CliSubCommand[Check]
+    join: CliSubCommand[Join]
     versions: CliSubCommand[Versions]
 
     @classmethod

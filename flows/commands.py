@@ -5,12 +5,13 @@ Nothing heavy is imported before a subcommand runs, so that ``--help`` answers a
 
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, Field, create_model, model_validator
 from pydantic_settings import CliApp, CliImplicitFlag, CliPositionalArg, CliSubCommand
 
 from flows.config import (
+    HOST_AND_PORT,
     AblateConfig,
     AllocationMethod,
     CompressConfig,
@@ -20,11 +21,13 @@ from flows.config import (
     Ratio,
     cross_product,
 )
+from flows.evaluate_config import EvaluateConfig
 from flows.printing import print_facts, print_table
 from flows.server import import_prefect
 from flows.settings_file import merged, read_yaml
 
 Json = CliImplicitFlag[bool]
+Bound = Annotated[float, Field(allow_inf_nan=False)]
 OVERRIDES = {  # what ``ablate`` takes from the command line beside its axes, two of which have a section's name
     name: (field.annotation, field)
     for name, field in CompressConfig.model_fields.items()
@@ -97,6 +100,20 @@ class Curve(Compress):
         print_curve(measure_curve(config, self.points), as_json=self.json_)
         if not self.json_:
             print(f"\ntable, plot and JSON: {config.output}")
+
+
+class Evaluate(EvaluateConfig):
+    """Evaluate one language model, dense or compressed, in a folder or on the hub. Every field can be overridden."""
+
+    config: CliPositionalArg[Path] = Field(description="YAML file with the configuration.")
+    json_: Json = Field(False, alias="json", description="Print one JSON object instead of a table.")
+
+    def cli_cmd(self) -> None:
+        import_prefect()
+        from flows.deployed_evaluate import evaluate_flow, print_evaluation
+
+        values = {name: getattr(self, name) for name in EvaluateConfig.model_fields}
+        print_evaluation(evaluate_flow(EvaluateConfig.model_validate(values)), as_json=self.json_)
 
 
 class Ablate(Overrides):
@@ -295,6 +312,70 @@ class Export(BaseModel):
 
         facts = export(self.folder, dense=self.dense, output=self.output, dtype=self.dtype)
         print_facts(facts, as_json=self.json_)
+
+
+class Check(BaseModel):
+    """Say whether the figures of a finished run keep within bounds, for CI.
+
+    Exit status 1 if one does not.
+    """
+
+    run: CliPositionalArg[str] = Field(
+        description="A report.json or its folder; with --store the id or the name of a run in that store."
+    )
+    store: str | None = Field(None, description="The store that the run is in: a folder, a URI, or a Prefect block.")
+    target: str | None = Field(None, description="Name of one target, such as 0.5-kl; none: every one.")
+    max_: dict[str, Bound] = Field(
+        {}, alias="max", description="Largest value of a figure, such as perplexity=20; may be repeated."
+    )
+    min_: dict[str, Bound] = Field(
+        {}, alias="min", description="Least value of a figure, such as accuracy=0.9; may be repeated."
+    )
+    json_: Json = Field(False, alias="json", description="Print one JSON list instead of lines.")
+
+    def cli_cmd(self) -> None:
+        from flows.check import check
+
+        maxima, minima = self.max_, self.min_
+        raise SystemExit(
+            check(self.run, store=self.store, target=self.target, maxima=maxima, minima=minima, as_json=self.json_)
+        )
+
+
+class Join(BaseModel):
+    """Take part, on this machine, in the trainings of a flow that runs on another one, with training.num_nodes above 1.
+
+    Exit status 1 if this machine's part of one failed.
+    """
+
+    endpoint: CliPositionalArg[str] = Field(
+        pattern=HOST_AND_PORT, description="host:port where they meet: training.rendezvous_endpoint of the flow."
+    )
+    num_processes: int = Field(
+        1,
+        ge=1,
+        validation_alias=AliasChoices("num-processes", "num_processes"),
+        description="Processes on this machine, one a GPU.",
+    )
+    wait_minutes: float = Field(
+        10.0,
+        gt=0,
+        validation_alias=AliasChoices("wait-minutes", "wait_minutes"),
+        description="End when no training has begun for so long.",
+    )
+    trainings: int | None = Field(None, ge=1, description="End after so many trainings; none: go on.")
+
+    def cli_cmd(self) -> None:
+        from flows.join import join
+
+        raise SystemExit(
+            join(
+                self.endpoint,
+                num_processes=self.num_processes,
+                wait_minutes=self.wait_minutes,
+                trainings=self.trainings,
+            )
+        )
 
 
 class Versions(BaseModel):

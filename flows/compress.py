@@ -13,29 +13,50 @@ from typing import Any
 
 import yaml
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 
+from flows.artifacts import (
+    allocation_lines,
+    curve_lines,
+    file_lines,
+    show_markdown,
+    show_plan,
+    show_table,
+    stage_rows,
+)
 from flows.config import CompressConfig
 from flows.graph import Built, build
+from flows.operated import VERSION, operated
 from flows.prepared import Prepared, prepare
+from flows.task_runners import workers_of
 from storage.files import move_aside, renamed, write_whole
 from tasks.card import write_card
+from tasks.html import CONFIG, HTML, MARKDOWN, html, read_curves
+from tasks.html_lineage import read_manifests
 from tasks.report import REPORT, markdown, table
 from tasks.running import Stages
 from tasks.summary import combined
 
-CONFIG = "config.yaml"
 STALE_SECONDS = 3600.0  # no copy of a file takes as long
 
 
-@flow(name="compress", persist_result=False)
+@flow(name="compress", version=VERSION, persist_result=False)
+@operated
 def compress(config: CompressConfig) -> dict[str, Any]:
     """Compresses a language model to every target of the config and reports what it cost; returns the report."""
     started = time.monotonic()
     config.output.mkdir(parents=True, exist_ok=True)
     prepared = prepare(config)
-    stages = Stages(place=config.store, runtime=prepared.runtime, verify=config.verify)
-    built = build(stages, prepared)
+    workers = workers_of(config.workers, prepared.device)
+    stages = Stages(
+        place=config.store,
+        runtime=prepared.runtime,
+        verify=config.verify,
+        timeout_minutes=config.stage_timeout_minutes,
+        workers=workers,
+    )
+    show_plan(stages.store, lambda runner: build(runner, prepared), config.model.name_or_path)
+    with workers:
+        built = build(stages, prepared)
     stages.close()
     return write_output(prepared, stages, built, started)
 
@@ -51,16 +72,31 @@ def write_output(prepared: Prepared, stages: Stages, built: list[Built], started
         content["grids"] = grids  # in the order of the seeds
     content["stages"] = [asdict(record) for record in stages.records]
     content["run"] = stages.run_record.id
+    content["started"] = stages.run_record.started
     content["config"] = config.model_dump(mode="json")
     content["seconds"] = round(time.monotonic() - started, 2)  # without imports and Prefect's start
     text = markdown(content)
     write_whole(config.output / REPORT, json.dumps(content, indent=2, allow_nan=False) + "\n")
-    write_whole(config.output / "report.md", text)
+    write_whole(config.output / MARKDOWN, text)
     write_whole(config.output / CONFIG, yaml.safe_dump(content["config"], sort_keys=False))
-    create_markdown_artifact(
-        "\n".join(table(content)), key="compression", description=f"{config.model.name_or_path}, compressed"
-    )
+    curves = {
+        one.seed if several else None: read_curves(stages.store, one.grid) for one in built if one.grid is not None
+    }
+    write_whole(config.output / HTML, html(content, curves, read_manifests(stages.store, content["stages"])))
+    show_run(stages, built, content, config.output)
     return content
+
+
+def show_run(stages: Stages, built: list[Built], content: dict[str, Any], output: Path) -> None:
+    """Publishes what the report holds as artifacts of the run in Prefect."""
+    model, grid = content["model"], built[0].grid
+    show_markdown("compression", lambda: table(content), f"{model}, compressed")
+    show_markdown("allocation", lambda: allocation_lines(content["units"], content["results"]), f"{model}: ranks")
+    if grid is not None:
+        show_markdown("kl-curves", lambda: curve_lines(stages.store.local(grid)), f"{model}: KL of single cuts")
+    show_table("stages", lambda: stage_rows(content["stages"]), f"{model}: stages of this run")
+    checkpoints = [result["checkpoint"] for result in content["results"]]
+    show_markdown("files", lambda: file_lines(output, stages.store.uri, checkpoints), f"{model}: files")
 
 
 def _hand_out(prepared: Prepared, stages: Stages, built: Built, seed: int | None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ KVRouting = Literal["auto", "input", "output", "untied"]
 Ratio = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0)]
+PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]?\d{1,4})"  # up to 65535
+HOST_AND_PORT = rf"^[^\s:/]+:{PORT}$"
 
 
 class ModelConfig(Section):
@@ -111,7 +113,7 @@ class TrainingConfig(Section):
     epoch_sequences: int | None = Field(
         None, ge=1, description="Sequences or images an epoch, drawn anew for each; none: all."
     )
-    learning_rate: float | tuple[float, ...] | None = Field(
+    learning_rate: Positive | tuple[Positive, ...] | None = Field(
         None,
         description="Peak learning rate; none: 1e-3 below 500M parameters, 1e-4 below 6B, 3e-5 above. Of several, each "
         "is trained with, and for every target the one that validates best is kept.",
@@ -133,7 +135,7 @@ class TrainingConfig(Section):
     num_nodes: int = Field(1, ge=1, description="Nodes that train together; needs rendezvous_endpoint.")
     rendezvous_endpoint: str | None = Field(
         None,
-        pattern=r"^[^\s:/]+:\d{1,5}$",
+        pattern=HOST_AND_PORT,
         description="host:port where the nodes of a training meet; none: on this machine.",
     )
     sharding: Literal["replicated", "sharded"] = Field(
@@ -185,7 +187,13 @@ class WorkersConfig(Section):
     runner: Literal["threads", "dask", "ray"] = Field(
         "threads", description="Prefect's task runner: threads of this process, or a Dask or a Ray cluster."
     )
-    count: int = Field(1, ge=1, le=4096, description="Workers; 1: each stage runs as a whole, by itself.")
+    count: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Workers; 1: each stage runs as a whole, by itself. Each holds the model, and computes with as "
+        "many threads as this process: set OMP_NUM_THREADS to the cores over the workers of a machine.",
+    )
     address: str | None = Field(
         None, min_length=1, description="Address of a running Dask or Ray cluster; none: one on this machine."
     )
@@ -304,7 +312,7 @@ class CompressConfig(Section):
     workers: WorkersConfig = Field(WorkersConfig(), description="Who shares the work of gather, measure and evaluate.")
     offload: bool = Field(
         False,
-        description="Keep the weights in host memory, one block at a time on the device, in gather and measure.",
+        description="Keep the weights in host memory, one block at a time on the device, in gather, bases and measure.",
     )
     stage_timeout_minutes: Positive | None = Field(
         None, description="A stage that takes longer than this fails, its work kept; none: no limit."

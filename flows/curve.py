@@ -2,14 +2,19 @@
 
 import json
 import shutil
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from prefect import flow
+from pydantic import Field
 
+from flows.artifacts import show_markdown, show_plan, show_table, stage_rows
 from flows.config import CompressConfig
 from flows.graph import initialize, seed_variants
+from flows.operated import VERSION, operated
 from flows.prepared import Prepared, Runner, prepare
 from flows.sets import draw, test_examples
+from flows.task_runners import workers_of
 from storage.files import write_whole
 from storage.manifest import ArtifactRef
 from tasks.curve import BOUND, CURVE, PICTURE, curve, reach
@@ -19,13 +24,25 @@ MARKDOWN = "curve.md"
 NOTE = "Nothing is trained. KL, in nats per token: summed over units cut alone, and of all cuts at once."
 
 
-@flow(name="curve", persist_result=False)
-def measure_curve(config: CompressConfig, points: int) -> dict[str, Any]:
+@flow(name="curve", version=VERSION, persist_result=False)
+@operated
+def measure_curve(
+    config: CompressConfig, points: Annotated[int, Field(ge=2, le=200, description="Ratios to measure.")]
+) -> dict[str, Any]:
     """Measures ``points`` ratios of a config, whatever its targets, and hands out the curve, which it returns."""
     config.output.mkdir(parents=True, exist_ok=True)
     prepared = prepare(config, targets=False)
-    stages = Stages(place=config.store, runtime=prepared.runtime, verify=config.verify)
-    folder = stages.store.local(describe_curve(stages, prepared, points))
+    workers = workers_of(config.workers, prepared.device)
+    stages = Stages(
+        place=config.store,
+        runtime=prepared.runtime,
+        verify=config.verify,
+        timeout_minutes=config.stage_timeout_minutes,
+        workers=workers,
+    )
+    show_plan(stages.store, lambda runner: describe_curve(runner, prepared, points), config.model.name_or_path)
+    with workers:
+        folder = stages.store.local(describe_curve(stages, prepared, points))
     stages.close()
     content: dict[str, Any] = {"model": config.model.name_or_path, **json.loads((folder / CURVE).read_text())}
     content["summary"] = summary(content)
@@ -33,6 +50,8 @@ def measure_curve(config: CompressConfig, points: int) -> dict[str, Any]:
     shutil.copyfile(folder / PICTURE, config.output / PICTURE)
     write_whole(config.output / CURVE, json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_whole(config.output / MARKDOWN, markdown(content))
+    show_markdown("curve", lambda: [*table(content), "", content["summary"]], f"{content['model']}, by ratio")
+    show_table("stages", lambda: stage_rows([asdict(record) for record in stages.records]), "stages of this run")
     return content
 
 

@@ -84,6 +84,11 @@ def folder_documents(folder: Path) -> Iterator[Document]:
         )
 
 
+def write_demo_text(folder: str) -> dict[str, Path]:
+    """Writes the demo's splits below ``folder``; a pull step of ``deploy/prefect.yaml``."""
+    return write_splits(python_documents(), Path(folder))
+
+
 def write_splits(documents: Iterator[Document], folder: Path) -> dict[str, Path]:
     """Writes one ``.jsonl`` a split below ``folder``, a ``{"name", "text"}`` a line; returns the three paths.
 

@@ -1,6 +1,7 @@
 """What each stage of the graph costs: its arguments, put in the terms of ``lsp_core.costs``."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ HUB_TEXT_BYTES = 2_000_000  # taken for a hub dataset, whose size is not known h
 HUB_IMAGES = 10_000  # likewise, where it has no cap
 REPORT_BYTES = 500_000
 BANDWIDTH = {"cpu": 1e10, "cuda": 1e12}  # bytes a second that a decode step reads, roughly
+OFFLOADED = (gather, bases, measure)
+PROCESSES = (2, 4, 8, 16, 32, 64)  # tried where a training does not fit
 COMPILE_SECONDS = 120  # of one tuned arm at one context, roughly
 
 
@@ -70,6 +73,7 @@ class Estimates:
             stored_bytes=prepared.model.num_bytes or None,
             on_host=prepared.device == "cpu",
         )
+        self.offload = prepared.config.offload
         self.precision_bytes = torch.finfo(getattr(torch, prepared.precision)).bits // 8
         self._removed: dict[str, Mapping[str, int]] = {}  # by the key of an allocation, a training or a merge
         self._tokens: dict[str, tuple[int, int]] = {}  # sequences and length by the key of token blocks
@@ -98,6 +102,32 @@ class Estimates:
     def cost(self, stage: Stage, key: str, arguments: Arguments) -> Cost:
         """Returns what it costs to compute ``stage``."""
         return self._costs[stage](arguments, key)
+
+    def remedy(self, stage: Stage, key: str, arguments: Arguments, memory: int) -> str | None:
+        """Returns the setting that makes ``stage`` fit into ``memory`` bytes a device, None where there is none."""
+        config = self.prepared.config
+        if stage in OFFLOADED and not (config.offload or self.shapes.on_host):
+            other = self._supposing({"offload": True})
+            return "set offload: true" if other.cost(stage, key, arguments).peak_bytes <= memory else None
+        if stage is not train:
+            return None
+        most, *fewer = reversed(PROCESSES)
+        if not self._shards_fit(most, key, arguments, memory):
+            return None
+        count = next((count for count in reversed(fewer) if self._shards_fit(count, key, arguments, memory)), most)
+        return f"set training.sharding: sharded and training.num_processes: {count}"
+
+    def _shards_fit(self, count: int, key: str, arguments: Arguments, memory: int) -> bool:
+        changed = {"num_processes": count, "num_nodes": 1, "sharding": "sharded"}
+        training = self.prepared.config.training.model_copy(update=changed)
+        return self._supposing({"training": training}).cost(train, key, arguments).peak_bytes <= memory
+
+    def _supposing(self, changed: Mapping[str, Any]) -> "Estimates":
+        """Returns the estimates of the same stages under other settings."""
+        config = self.prepared.config.model_copy(update=dict(changed))
+        other = Estimates(replace(self.prepared, config=config), self.store)
+        other._removed, other._tokens = self._removed, self._tokens
+        return other
 
     def note(self, stage: Stage, key: str, arguments: Arguments, found: ArtifactRef | None) -> None:
         """Keeps what later stages' costs depend on: ranks, and numbers of tokens."""
@@ -164,10 +194,12 @@ class Estimates:
     def _gather(self, arguments: Arguments, _: str) -> Cost:
         batches = self._batches(arguments["tokens"])
         batches["sequences"] = min(batches["sequences"], arguments.get("sequences", batches["sequences"]))
-        return self._once(gather_cost, **batches, precision_bytes=self.precision_bytes)
+        return self._once(gather_cost, **batches, precision_bytes=self.precision_bytes, offload=self.offload)
 
     def _bases(self, arguments: Arguments, _: str) -> Cost:
-        return self._once(bases_cost, precision_bytes=self.precision_bytes, init=arguments["init"])
+        return self._once(
+            bases_cost, precision_bytes=self.precision_bytes, init=arguments["init"], offload=self.offload
+        )
 
     def _measure(self, arguments: Arguments, _: str) -> Cost:
         return self._once(
@@ -175,6 +207,7 @@ class Estimates:
             points=arguments["points"],
             **self._batches(arguments["tokens"]),
             precision_bytes=self.precision_bytes,
+            offload=self.offload,
         )
 
     def _fisher(self, arguments: Arguments, _: str) -> Cost:
@@ -217,6 +250,8 @@ class Estimates:
             precision_bytes=self.precision_bytes,
             objective=arguments["objective"],
             teacher_kept=arguments["dense_outputs"] is not None,
+            processes=settings.num_processes * settings.num_nodes,
+            sharded=settings.sharding == "sharded",
         )
 
     def _select(self, _: Arguments, key: str) -> Cost:

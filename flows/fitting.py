@@ -6,11 +6,24 @@ from transformers import PreTrainedModel
 
 from flows.config import CompressConfig
 from lsp_core.decode_checks import check_decoder, check_positions
+from tasks import launch as processes
 from tasks.decode import settings_of
 from tasks.images import ImageOrigin, draw, labels_of, list_images, model_labels
 from tasks.models import ModelSource, TokenizerSource, load_tokenizer, resolve_device
 
 Pools = Mapping[str, Sequence[ImageOrigin]]  # images by their role
+
+
+def check_launch(config: CompressConfig, device: str) -> None:
+    """Errors: ``ValueError`` for processes of a training that would have no device, or no sequence of a step."""
+    launch, batch = config.training.launch, config.training.batch_sequences
+    size = launch.num_processes * launch.num_nodes
+    if size > batch:
+        raise ValueError(
+            f"training.batch_sequences={batch} leaves some of {launch.num_nodes} x {launch.num_processes} processes "
+            f"without a sequence: lower training.num_processes x num_nodes to {batch} or less"
+        )
+    processes.check_launch(launch, device)
 
 
 def check_objectives(config: CompressConfig, model: ModelSource, skeleton: PreTrainedModel, images: Pools) -> None:

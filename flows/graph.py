@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.allocating import allocate_target, allocate_uniform, measure_grid
 from flows.config import Target
+from flows.evaluating import text_settings
 from flows.prepared import Labelled, Prepared, Runner, with_seed
 from flows.sets import Sets, Test, draw, test_examples
 from lsp_core.shapes import positions_of
@@ -251,12 +252,4 @@ def _tested(prepared: Prepared, test: Test, *, further: bool = True) -> dict[str
             settings["transfer"] = [ref for pair in test.transfer.values() for ref in pair]
             settings["transfer_names"] = list(test.transfer)
         return settings
-    settings = {"tokens": test.examples}
-    if further:
-        settings["prompt"] = chosen.prompt
-    if further and chosen.prompt is not None:
-        settings["prompt_tokens"] = chosen.prompt_tokens
-    if further and chosen.tasks and model.task == "causal-lm":
-        settings |= {"tasks": list(chosen.tasks), "task_limit": chosen.task_limit, "harness": version("lm_eval")}
-        settings["task_folder"] = prepared.task_folder
-    return settings
+    return {"tokens": test.examples, **text_settings(chosen, model, prepared.task_folder, further=further)}

@@ -5,18 +5,18 @@ digesting a file that was not digested before needs, and the store is only read.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from inspect import signature
 from textwrap import shorten
-from typing import Any
+from typing import Any, Protocol
 
 from rich.filesize import decimal
 
 from flows.config import CompressConfig
 from flows.estimates import Estimates
 from flows.graph import build
-from flows.prepared import prepare
+from flows.prepared import Runner, prepare
 from lsp_core.shapes import Cost
 from storage.manifest import ArtifactRef
 from storage.store import Store
@@ -29,9 +29,9 @@ GIB = 2**30
 CANNOT_FIT = 3  # exit status
 SHOWN = 72  # characters of a reason in the table; the JSON has all
 NOTES = (
-    "peak: device memory of weights and tensors (on a CPU without the interpreter's own); train: all epochs, an early "
-    "stop takes less; ranks not yet allocated are taken as uniform; lm-eval tasks, linear probes and downloads are not "
-    "counted"
+    "peak: memory of each device, weights and tensors (on a CPU without the interpreter's own); train: all epochs, an "
+    "early stop takes less, and the work of several processes is divided evenly; ranks not yet allocated are taken as "
+    "uniform; lm-eval tasks, linear probes and downloads are not counted"
 )
 
 
@@ -43,7 +43,10 @@ class Expected(ArtifactRef):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One stage: ``state`` is hit, miss or unknown; the figures are None for a hit."""
+    """One stage: ``state`` is hit, miss or unknown; the figures are None for a hit.
+
+    ``peak_bytes`` is that of one device, of which the stage has ``processes``.
+    """
 
     label: str
     key: str | None
@@ -54,7 +57,29 @@ class Step:
     flops: float | None = None
     seconds: float | None = None
     peak_bytes: int | None = None
+    processes: int = 1
     fits: bool = True
+
+
+class Estimator(Protocol):
+    """What says what a stage costs."""
+
+    def note(self, stage: Stage, key: str, arguments: Arguments, found: ArtifactRef | None) -> None:
+        """Takes note of a stage that the graph describes."""
+        ...
+
+    def cost(self, stage: Stage, key: str, arguments: Arguments) -> Cost:
+        """Returns what a stage that is not in the store costs."""
+        ...
+
+
+class NoEstimates:
+    """Says nothing of costs, and costs no time."""
+
+    def note(self, stage: Stage, key: str, arguments: Arguments, found: ArtifactRef | None) -> None: ...
+
+    def cost(self, stage: Stage, key: str, arguments: Arguments) -> Cost:
+        return Cost()
 
 
 @dataclass(kw_only=True)
@@ -62,8 +87,9 @@ class Planner:
     """Records what would become of each stage that the graph describes."""
 
     store: Store
-    estimates: Estimates
+    estimates: Estimator
     costs: list[tuple[Step, Cost | None]] = field(default_factory=list)
+    asked: dict[str, tuple[Stage, str, Arguments]] = field(default_factory=dict)  # of each label
     _refs: dict[str, ArtifactRef] = field(default_factory=dict)
 
     def run(self, stage: Stage, label: str = "", /, *, hints: Arguments | None = None, **arguments: Any) -> ArtifactRef:
@@ -83,6 +109,7 @@ class Planner:
             step, cost, ref = Step(label=label, key=key, state="hit", reason=""), None, found
         else:
             cost = self.estimates.cost(stage, key, everything)
+            self.asked[label] = stage, key, everything
             if awaits:
                 step = Step(label=label, key=None, state="unknown", reason=f"unknown until {', '.join(awaits)}")
             else:
@@ -96,6 +123,13 @@ class Planner:
         return ref
 
 
+def states(store: Store, describe: Callable[[Runner], object]) -> list[Step]:
+    """Returns what would become of each stage that ``describe`` describes, without its costs."""
+    planner = Planner(store=store, estimates=NoEstimates())
+    describe(planner)
+    return [step for step, _ in planner.costs]
+
+
 def plan(config: CompressConfig, *, device_gib: float | None = None, remeasure: bool = False) -> dict[str, Any]:
     """Returns the steps of a run, their cost on this device, and whether they fit into its memory.
 
@@ -104,7 +138,8 @@ def plan(config: CompressConfig, *, device_gib: float | None = None, remeasure: 
     """
     prepared = prepare(config, partly=True)
     store = open_store(config.store, verify=config.verify, writable=False)
-    planner = Planner(store=store, estimates=Estimates(prepared, store))
+    estimates = Estimates(prepared, store)
+    planner = Planner(store=store, estimates=estimates)
     build(planner, prepared)
     memory = device_memory(prepared.device) if device_gib is None else round(device_gib * GIB)
     due = any(cost is not None for _, cost in planner.costs)
@@ -112,6 +147,7 @@ def plan(config: CompressConfig, *, device_gib: float | None = None, remeasure: 
     dtype = prepared.model.torch_dtype
     rates = device_rates(prepared.device, dtype, width=width, remeasure=remeasure) if due else None
     steps = [_costed(step, cost, rates, memory) for step, cost in planner.costs]
+    remedies = [estimates.remedy(*planner.asked[step.label], memory) for step in steps if not step.fits]
     return {
         "model": config.model.name_or_path,
         "parameters": prepared.skeleton.num_parameters(),
@@ -120,6 +156,7 @@ def plan(config: CompressConfig, *, device_gib: float | None = None, remeasure: 
         "device_gib": memory / GIB,
         "rates": None if rates is None else asdict(rates),
         "fits": all(step.fits for step in steps),
+        "remedies": list(dict.fromkeys(filter(None, remedies))),
         "seconds": sum(step.seconds or 0.0 for step in steps),
         "flops": sum(step.flops or 0.0 for step in steps),
         "read_bytes": sum(step.read_bytes or 0 for step in steps),
@@ -160,8 +197,9 @@ def plan_lines(content: dict[str, Any]) -> Iterator[str]:
     yield NOTES + "."
     if not content["fits"]:
         large = [step["label"] for step in content["stages"] if not step["fits"]]
+        remedies = [*content["remedies"], "lower micro_batch or calibration.sequence_length"]
         yield (
-            f"DOES NOT FIT: {', '.join(large)}: lower micro_batch or calibration.sequence_length, or use a device with "
+            f"DOES NOT FIT: {', '.join(large)}: {'; '.join(remedies)}; or use a device with "
             f"{content['peak_bytes'] / GIB:.1f} GiB."
         )
 
@@ -192,8 +230,9 @@ def _costed(step: Step, cost: Cost | None, rates: Rates | None, memory: int) -> 
         read_bytes=cost.read_bytes,
         written_bytes=cost.written_bytes,
         flops=cost.flops + cost.head_flops + cost.flops64 + cost.solver_flops,
-        seconds=seconds(cost, rates),
+        seconds=seconds(cost, rates) / cost.processes,
         peak_bytes=cost.peak_bytes,
+        processes=cost.processes,
         fits=cost.peak_bytes <= memory,
     )
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from flows.amounts import resolve_ratios
 from flows.config import CompressConfig
-from flows.fitting import check_decode, check_labels, check_objectives, check_padding
+from flows.fitting import check_decode, check_labels, check_launch, check_objectives, check_padding
 from flows.sources import ImageSource, TextSource
 from lsp_core.discovery import Group, discover_units
 from lsp_core.units import Unit
@@ -90,6 +90,7 @@ def prepare(config: CompressConfig, *, partly: bool = False, targets: bool = Tru
     Errors: ``ValueError`` for whatever of it cannot be had or does not fit together.
     """
     device = resolve_device(config.device)
+    check_launch(config, device)
     digest = _digest(verify=config.verify)
     model = find_model(**config.model.model_dump(), device=device, digest=digest, partly=partly)
     skeleton = load_skeleton(model)

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 
+ENGINE = ("prefect.flow_runs", "prefect.task_runs")  # loggers of what happens in runs
 REPORTED = (ValueError, OSError)  # an input that is wrong, a place that cannot be read or written, a hub out of reach
 PREFECT_DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -21,8 +22,8 @@ def import_prefect() -> None:
 
     disable_progress_bar()
     start_server()
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(worth_a_line)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(worth_a_line)
 
 
 def start_server() -> None:
@@ -40,6 +41,13 @@ def start_server() -> None:
 
 
 def worth_a_line(record: logging.LogRecord) -> bool:
-    """Drops the lines that our own repeat: the end of each task, and a user's mistake, which ``main`` reports."""
-    mistake = record.exc_info is not None and isinstance(record.exc_info[1], REPORTED)
-    return not mistake and not record.getMessage().startswith(("Finished in state", "Crash detected"))
+    """Drops Prefect's lines that our own repeat: the end of each run, and a failure, which ``main`` reports."""
+    said = (
+        "Finished in state",
+        "Crash detected",
+        "error: ",
+        "where it happened:",
+        "Task run failed with",
+        "Task run exceeded",
+    )
+    return record.name not in ENGINE or not record.getMessage().startswith(said)

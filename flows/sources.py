@@ -177,13 +177,13 @@ class DecodeConfig(Section):
         return contexts
 
 
-class EvaluationConfig(Section):
-    """What the dense and the compressed models are compared on."""
+class TextEvaluationConfig(Section):
+    """What a language model is evaluated on."""
 
     text: TextSource = Field(TextSource(**WIKITEXT, split="test"), description="Test text of the perplexity.")
     max_tokens: int | None = Field(None, ge=2, description="Use at most this many tokens of the test text; none: all.")
     sequence_length: int | None = Field(
-        None, ge=2, description="Tokens a window; none: the calibration's sequence length."
+        None, ge=2, description="Tokens a window; none: the calibration's sequence length, where there is none 2,048."
     )
     bos: Literal["none", "first", "every_window"] = Field(
         "first",
@@ -193,6 +193,17 @@ class EvaluationConfig(Section):
         None, min_length=1, description="Text that every evaluated model continues, for the eye; none: no text."
     )
     prompt_tokens: int = Field(48, ge=1, description="Tokens that the prompt is continued by, the most likely ones.")
+    tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
+    task_folder: Path | None = Field(
+        None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
+    )
+    task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
+    task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
+
+
+class EvaluationConfig(TextEvaluationConfig):
+    """What the dense and the compressed models are compared on."""
+
     images: ImageSource | None = Field(
         None, description="Labelled test images of an image classifier's own classes; none: no accuracy."
     )
@@ -202,12 +213,6 @@ class EvaluationConfig(Section):
     text_transfer: dict[str, TextTransfer] = Field(
         {}, description="Sets of labelled texts, by a name, for linear probes on a text encoder's features."
     )
-    tasks: tuple[str, ...] = Field(ZERO_SHOT_TASKS, description="lm-eval tasks, zero-shot; empty: perplexity alone.")
-    task_folder: Path | None = Field(
-        None, description="Folder with local lm-eval task files; they may run code, so name one you trust."
-    )
-    task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
-    task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
     device_gib: float = Field(
         95.5, gt=0, description="Memory of the device for which a language model's longest context is stated."
     )

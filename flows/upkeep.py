@@ -23,7 +23,7 @@ SHORT = 12  # digits of a key that are shown
 
 def list_artifacts(place: str, kind: str | None, *, as_json: bool) -> None:
     """Prints the artifacts of a store, or of one ``kind`` of them, the newest first."""
-    store = _existing(place)
+    store = existing_store(place)
     manifests = [manifest for manifest in store.manifests() if kind in (None, manifest.kind)]
     manifests.sort(key=lambda manifest: manifest.created, reverse=True)
     if as_json:
@@ -43,7 +43,7 @@ def list_artifacts(place: str, kind: str | None, *, as_json: bool) -> None:
 
 def show(place: str, prefix: str, *, as_json: bool) -> None:
     """Prints one artifact and the tree of what it was made of."""
-    store = _existing(place)
+    store = existing_store(place)
     manifest = find_key(store, prefix)
     tree = list(origins(store, manifest))
     if as_json:
@@ -65,7 +65,7 @@ def show(place: str, prefix: str, *, as_json: bool) -> None:
 
 def verify_store(place: str, *, as_json: bool) -> int:
     """Digests every artifact, withdraws the damaged ones and says which; returns the exit status: 1 if any was."""
-    store = _existing(place)
+    store = existing_store(place)
     with Progress("store verify") as progress:
         count, damaged = verify(store, progress)
     if as_json:
@@ -86,7 +86,7 @@ def collect(
     """
     if last is None and not reports:
         raise ValueError("say what to keep: --last N for the newest N runs, --report PATH for what a report needs")
-    store = _existing(place)
+    store = existing_store(place)
     runs = kept_runs(read_runs(store), last or 0)
     needed = {(need.kind, need.key) for run in runs for need in run.needs}
     for path in reports:
@@ -116,7 +116,8 @@ def collect(
     print(f"{decimal(garbage.num_bytes)} {'freed' if delete_ else 'would be freed; --delete frees them'}")
 
 
-def _existing(place: str) -> Store:
+def existing_store(place: str) -> Store:
+    """Returns the store at ``place``. Errors: ``StoreError`` if there is no artifact in it."""
     if place.startswith(BLOCK):
         import_prefect()
     store = open_store(place, writable=False)

@@ -18,6 +18,7 @@ from lsp_core.flops import (
     merge_flops,
     projection_flops,
 )
+from lsp_core.offload import rest_bytes
 from lsp_core.peaks import (
     bases_peak,
     fisher_peak,
@@ -33,6 +34,7 @@ from lsp_core.shapes import Cost, Shapes
 from lsp_core.units import Unit
 
 TOKEN_BYTES = 4  # a token id in the store
+TOKEN_ID = 8  # in memory
 PROBE = 8  # tokens of the two passes that check the head
 MERGE_PROBE = 16  # tokens of the two passes that check a merge
 EIGH = 9  # D^3 of a symmetric eigendecomposition: 4/3 to a tridiagonal matrix, 2 back, the rest between
@@ -55,23 +57,41 @@ def images_cost(shapes: Shapes, *, images: int) -> Cost:
 
 
 def gather_cost(
-    shapes: Shapes, units: Sequence[Unit], *, sequences: int, length: int, micro_batch: int, precision_bytes: int
+    shapes: Shapes,
+    units: Sequence[Unit],
+    *,
+    sequences: int,
+    length: int,
+    micro_batch: int,
+    precision_bytes: int,
+    offload: bool = False,
 ) -> Cost:
-    """One forward pass without the head; a D x D product a token for each Gram, and member of an output tie."""
+    """One forward pass without the head; a D x D product a token for each Gram, and member of an output tie.
+
+    With ``offload`` the checks of the stream and the first block's second pass are not counted.
+    """
     tokens = sequences * length
     grams = sum(2.0 * u.dimension**2 * (len(u.members) if u.side == "output" else 1) for u in units)
     batch = shapes.examples(min(micro_batch, sequences), length)
-    working = gather_peak(shapes, units, batch, dtype_of(precision_bytes))
+    working = gather_peak(shapes, units, batch, dtype_of(precision_bytes), offload=offload)
+    if shapes.on_host:
+        working += 8 * tokens
+    if shapes.on_host and offload:  # all blocks' Grams, and what waits between them
+        by_block = [[unit for unit in units if unit.block == block] for block in {unit.block for unit in units}]
+        working += basis_bytes(units, precision_bytes) - max(basis_bytes(own, precision_bytes) for own in by_block)
+        working += (sequences - len(batch)) * length * shapes.hidden * shapes.dtype.itemsize
     return Cost(
         flops=tokens * shapes.forward(length),
         flops64=tokens * grams,
-        peak_bytes=shapes.weight_bytes + working + (8 * tokens if shapes.on_host else 0),
+        peak_bytes=held_bytes(shapes, offload) + working,
         read_bytes=shapes.stored_bytes + TOKEN_BYTES * tokens,
         written_bytes=basis_bytes(units, precision_bytes),
     )
 
 
-def bases_cost(shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, init: Init = "whitened") -> Cost:
+def bases_cost(
+    shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, init: Init = "whitened", offload: bool = False
+) -> Cost:
     """An eigendecomposition a unit; for an input side also Cholesky, WbarT Wbar, ST(..)S, S V and its QR.
 
     A Gram that needs a ridge takes a few decompositions more, which are not counted. A random one is a QR, on the CPU.
@@ -89,12 +109,14 @@ def bases_cost(shapes: Shapes, units: Sequence[Unit], *, precision_bytes: int, i
     if init == "random":
         working = max(unit.dimension**2 for unit in units) * (precision_bytes + (4 * 8 if shapes.on_host else 0))
     else:
-        working = bases_peak(shapes, units, dtype_of(precision_bytes), init)
+        working = bases_peak(shapes, units, dtype_of(precision_bytes), init, offload=offload)
     kept = basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
     return Cost(
         flops64=products,
         solver_flops=solvers,
-        peak_bytes=shapes.weight_bytes + working + (kept if shapes.on_host else 0),
+        peak_bytes=(0 if offload and not shapes.on_host else shapes.weight_bytes)
+        + working
+        + (kept if shapes.on_host else 0),
         read_bytes=shapes.stored_bytes + kept,
         written_bytes=kept,
     )
@@ -109,6 +131,7 @@ def measure_cost(
     length: int,
     micro_batch: int,
     precision_bytes: int,
+    offload: bool = False,
 ) -> Cost:
     """The dense pass with its statistic, one pass over each block but the last to keep its input, and the candidates.
 
@@ -127,14 +150,15 @@ def measure_cost(
     checked = {unit.block for unit in units} - {0}
     probe_flops = probe.flops + len(batch) * length * sum(shapes.forward(length, block) for block in checked)
     checked_heads = 0.0 if shapes.linear_head else len(batch) * length * len(checked) * shapes.logits()
-    working = measure_peak(shapes, units, batch, dtype_of(precision_bytes))
-    kept = (sequences - len(batch)) * length * streamed_bytes(shapes)
+    working = measure_peak(shapes, units, batch, dtype_of(precision_bytes), offload=offload)
+    waiting = TOKEN_ID if offload and not shapes.on_host else streamed_bytes(shapes)
+    kept = (sequences - len(batch)) * length * waiting
     return Cost(
         flops=tokens * flops + probe_flops,
         head_flops=tokens * heads + probe.head_flops + checked_heads,
         flops64=sum(projection_flops(u, k) for u in units for k in counts[u.name]),
         logits=tokens * (1 + candidates) * float(shapes.vocabulary),
-        peak_bytes=shapes.weight_bytes + working + kept,
+        peak_bytes=held_bytes(shapes, offload) + working + kept,
         read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=len(units) * (points - 1) * (8 + 1 + 8),
     )
@@ -307,9 +331,14 @@ def vector_bytes(shapes: Shapes, units: Iterable[Unit], removed: Mapping[str, in
     return sum(unit.dimension * removed.get(unit.name, 0) for unit in units) * max(4, shapes.dtype.itemsize)
 
 
+def held_bytes(shapes: Shapes, offload: bool) -> int:
+    """Bytes of the weights that are on the device throughout: with ``offload``, off the CPU, all but the blocks'."""
+    return rest_bytes(shapes.model) if offload and not shapes.on_host else shapes.weight_bytes
+
+
 def streamed_bytes(shapes: Shapes) -> int:
     """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token."""
-    return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + 8
+    return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + TOKEN_ID
 
 
 def dtype_of(precision_bytes: int) -> torch.dtype:

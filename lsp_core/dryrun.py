@@ -7,7 +7,7 @@ one logsumexp a row, no matrix of scores.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,14 +23,15 @@ aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)  # a number off a tensor
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
+def peak_bytes(run: Callable[[], object], *, host: Iterable[Tensor] = ()) -> int:
     """Returns the most bytes that the tensors made by ``run`` hold at one time; what exists before is not counted.
 
-    ``run`` works on meta tensors, with small ones on the CPU beside them.
+    ``run`` works on meta tensors, with small ones on the CPU beside them. ``host``: those that stand for memory of the
+    host; their clones are there too and are not counted.
     """
     with ExitStack() as stack:
         stack.enter_context(_FusedAttention())
-        ledger = stack.enter_context(_Ledger())
+        ledger = stack.enter_context(_Ledger(host))
         run()
     peak: int = ledger.peak
     return peak
@@ -39,8 +40,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
 class _Ledger(TorchDispatchMode):
     """Adds up the bytes of the living meta storages that were made under it."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._host = {tensor.untyped_storage()._cdata for tensor in host}
         self.live = 0
         self.peak = 0
         self._entered: set[int] = set()
@@ -72,6 +74,8 @@ class _Ledger(TorchDispatchMode):
         if func is aten.ne.Scalar:
             self._failures.update(dict.fromkeys(made, True))  # LAPACK's info != 0
         known = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.is_meta}
+        if func is aten.clone.default and known <= self._host:
+            known |= {tensor.untyped_storage()._cdata for tensor in made}
         for tensor in made:
             self._enter(tensor, known)
         return result

@@ -70,7 +70,7 @@ def write_durably(
     if previous is not None and path.exists():
         name_again(path, previous)
     temporary.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def read_checked(path: Path) -> Saved:
@@ -105,7 +105,8 @@ def name_again(source: Path, target: Path) -> None:
         source.replace(target)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -51,64 +51,84 @@ def gather_grams(
     Errors: ``NonFiniteError`` naming the layer whose activation is not finite.
     Source: paper, Algorithm 1 'Gather'.
     """
-    device = model.device
     inputs = inputs or inputs_of(model)
-    grams = {u.name: torch.zeros(u.dimension, u.dimension, dtype=precision, device=device) for u in units}
-    layers = dict(model.named_modules())
-    kept: list[Tensor | None] = [None]
-
-    def accumulate(name: str, gram: Tensor, activation: Tensor) -> None:
-        rows = activation.detach().reshape(-1, activation.shape[-1])
-        if kept[0] is not None:
-            if len(rows) != len(kept[0]):
-                raise ValueError(
-                    f"layer {name} reads {len(rows)} positions of {len(kept[0])} tokens, so padding cannot be left "
-                    "out: exclude it by discovery.exclude"
-                )
-            rows = rows[kept[0]]
-        rows = rows.to(precision)
-        gram.addmm_(rows.T, rows)
-        if not torch.isfinite(gram.diagonal()).all():
-            raise NonFiniteError(f"layer {name} produces a NaN or an infinity: check the model's weights and dtype")
-
-    def watch(unit: Unit) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        gram = grams[unit.name]
-        if unit.side == "input":  # one Gram serves the group, its members read the same tensor
-            name = unit.members[0]
-            yield layers[name].register_forward_pre_hook(lambda _, args: accumulate(name, gram, args[0]))
-            return
-        for name in unit.members:
-
-            def hook(module: nn.Module, _: object, output: Tensor, name: str = name) -> None:
-                bias = bias_of(module)
-                accumulate(name, gram, output if bias is None else output - bias)
-
-            yield layers[name].register_forward_hook(hook)
-
-    with torch.inference_mode(), ExitStack() as stack, evaluating(model):
-        for unit in units:
-            for handle in watch(unit):
-                stack.callback(handle.remove)
+    sums = Sums(model, units, precision)
+    with torch.inference_mode(), evaluating(model), sums.watching(units):
         file = None if work is None else work / FILE
-        run = {"precision": str(precision), "inputs": repr(inputs), "examples": digest_tensors({"examples": examples})}
-        done = saved = 0 if file is None else _load_sums(file, grams, run)
+        run = run_of(examples, inputs, precision)
+        done = saved = 0 if file is None else load_sums(file, sums.grams, run)
         for batch in examples[done:].split(micro_batch):
-            batch = batch.to(device)
-            mask = inputs.kept(batch)
-            kept[0] = None if mask is None else mask.reshape(-1)
+            batch = batch.to(model.device)
+            sums.leave_out_padding(inputs.kept(batch))
             model.base_model(**inputs.arguments(batch, model))
             done += len(batch)
             if progress is not None:
                 progress(done, len(examples))
             if file is not None and done - saved >= checkpoint_sequences and done < len(examples):
-                write_durably(file, grams, {"sequences": done, "run": run})
+                write_durably(file, sums.grams, {"sequences": done, "run": run})
                 saved = done
                 if on_checkpoint is not None:
                     on_checkpoint()
-    return grams
+    return sums.grams
 
 
-def _load_sums(file: Path, grams: Mapping[str, Tensor], run: Mapping[str, Any]) -> int:
+class Sums:
+    """Gram matrices of ``units``, on the device of ``model``, that its forward passes add to while they are watched."""
+
+    def __init__(self, model: PreTrainedModel, units: Sequence[Unit], precision: torch.dtype) -> None:
+        made: dict[str, Any] = {"dtype": precision, "device": model.device}
+        self.grams = {unit.name: torch.zeros(unit.dimension, unit.dimension, **made) for unit in units}
+        self._layers = {name: model.get_submodule(name) for unit in units for name in unit.members}
+        self._kept: Tensor | None = None
+
+    def leave_out_padding(self, kept: Tensor | None) -> None:  # (B, T)
+        """Tells which positions of the next micro-batch count, none: all."""
+        self._kept = None if kept is None else kept.reshape(-1)
+
+    @contextmanager
+    def watching(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Adds what the layers of ``units`` read or give inside the ``with`` block."""
+        with ExitStack() as stack:
+            for unit in units:
+                for handle in self._watch(unit):
+                    stack.callback(handle.remove)
+            yield
+
+    def _watch(self, unit: Unit) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        gram = self.grams[unit.name]
+        if unit.side == "input":  # one Gram serves the group, its members read the same tensor
+            name = unit.members[0]
+            yield self._layers[name].register_forward_pre_hook(lambda _, args: self._add(name, gram, args[0]))
+            return
+        for name in unit.members:
+
+            def hook(module: nn.Module, _: object, output: Tensor, name: str = name) -> None:
+                bias = bias_of(module)
+                self._add(name, gram, output if bias is None else output - bias)
+
+            yield self._layers[name].register_forward_hook(hook)
+
+    def _add(self, name: str, gram: Tensor, activation: Tensor) -> None:
+        rows = activation.detach().reshape(-1, activation.shape[-1])
+        if self._kept is not None:
+            if len(rows) != len(self._kept):
+                raise ValueError(
+                    f"layer {name} reads {len(rows)} positions of {len(self._kept)} tokens, so padding cannot be left "
+                    "out: exclude it by discovery.exclude"
+                )
+            rows = rows[self._kept]
+        rows = rows.to(gram.dtype)
+        gram.addmm_(rows.T, rows)
+        if not torch.isfinite(gram.diagonal()).all():
+            raise NonFiniteError(f"layer {name} produces a NaN or an infinity: check the model's weights and dtype")
+
+
+def run_of(examples: Tensor, inputs: Inputs, precision: torch.dtype) -> dict[str, str]:
+    """Returns what saved sums have to be of, beside their units, to be continued."""
+    return {"precision": str(precision), "inputs": repr(inputs), "examples": digest_tensors({"examples": examples})}
+
+
+def load_sums(file: Path, grams: Mapping[str, Tensor], run: Mapping[str, Any]) -> int:
     """Fills ``grams`` from ``file`` and returns the number of sequences in them; 0 where it is not there or no use."""
     try:
         saved = read_checked(file)

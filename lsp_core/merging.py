@@ -23,6 +23,7 @@ from lsp_core.modeling_lsp import FactoredLinear, Shared, factored, replace_modu
 from lsp_core.orthogonal import orthonormalize
 from lsp_core.projector import attached
 from lsp_core.units import Unit, bias_of, weight_of
+from lsp_core.vectors import Form, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def projected_outputs(
     biases = {name: bias_of(model.get_submodule(name)) for unit in outer for name in unit.members}
     with attached(model, inner, bases, removed) as projectors, evaluating(model), ExitStack() as hooks:
         for projector in projectors.values():
-            projector.set_activation_form(1.0, [projector.v.new_ones(projector.v.shape[1])] * len(projector.weights))
+            projector.set_form(Plan(form=Form.ACTIVATION))
         for unit in outer:
             u = orthonormalize(vectors[unit.name].to(model.device))
             for name in unit.members:

@@ -1,28 +1,24 @@
 """Measured sensitivity: the output KL that each truncation of one unit causes, the rest of the network dense.
 
-The blocks are streamed: the dense input of block b is kept for all examples, and a candidate in block b runs block b
-and what follows, with the blocks before it in its stack passing on what they are given. Exact, and about half of the
-naive work; it is checked at every block that the dense model gives the same outputs that way, and where it does not,
-candidates run the whole model. The teacher is kept as D + 2 numbers a position (``divergence``), never as logits.
+The blocks are streamed (``streaming``): a candidate in block b runs block b and what follows. Exact, and about half of
+the naive work; where it is not exact, candidates run the whole model. The teacher is kept as D + 2 numbers a position
+(``divergence``), never as logits. Truncations are computed on the model's device, wherever weights and bases are.
 """
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.gram import NonFiniteError, evaluating
 from lsp_core.inputs import Inputs
 from lsp_core.readout import Readout
-from lsp_core.units import Unit, find_stacks, weight_of
-
-log = logging.getLogger(__name__)
+from lsp_core.streaming import Stream
+from lsp_core.units import Unit, weight_of
 
 
 def removal_counts(unit: Unit, points: int) -> tuple[int, ...]:
@@ -44,7 +40,8 @@ class Sensitivity:
     """Measures Delta_u(k) of equation 4 of the paper, in nats per token, image or position, on ``examples`` (B, ...).
 
     ``bases`` holds the ordered basis (D, D) of each unit. Units are measured in the order of their blocks. ``inputs``:
-    how the model reads the examples, none: as ``inputs_of`` says.
+    how the model reads the examples, none: as ``inputs_of`` says. ``home``: where hidden states and the teacher wait,
+    none: on the model's device.
     """
 
     def __init__(
@@ -56,31 +53,20 @@ class Sensitivity:
         *,
         micro_batch: int,
         inputs: Inputs | None = None,
+        home: torch.device | None = None,
     ) -> None:
         self.model = model
         self.units = {unit.name: unit for unit in units}
         self.bases = bases
-        self.batches: list[Tensor] = [batch.to(model.device) for batch in examples.split(micro_batch)]
-        self.stacks = find_stacks(model)
-        self.blocks = [block for stack in self.stacks for block in stack]
         self.readout = Readout(model, inputs)
-        self.block = 0
-        self.streamed = True  # False: what lies before a block does not reach the output through its input alone
-        self.inputs = [batch.new_empty(0) for batch in self.batches]  # dense input (B, T, D) of block ``self.block``
-        self.extras: list[tuple[Any, ...] | None] = [None] * len(self.batches)  # beside it, in the stack's first block
+        self.home = home
+        self.batches: list[Tensor] = [batch.to(model.device) for batch in examples.split(micro_batch)]
+        self.stream = Stream(model, self.batches, self.readout.outputs, home=home)
         self.teacher: list[TeacherStatistic] = []
-        called: list[int] = []
-        with torch.inference_mode(), evaluating(model), ExitStack() as stack:
-            for number, block in enumerate(self.blocks):
-                note = block.register_forward_pre_hook(lambda *_, number=number: called.append(number))
-                stack.callback(note.remove)
+        with torch.inference_mode(), evaluating(model):
             for index in range(len(self.batches)):
-                outputs = self._keep(index, 0)
-                self.teacher.append(self.readout.statistic(outputs))
-                if index == 0:
-                    self.dense_outputs = outputs
-        if called != [*range(len(self.blocks))] * len(self.batches):
-            self._stop_streaming("the blocks do not run once each, in order")
+                statistic = self.readout.statistic(self.stream.begin(index))
+                self.teacher.append(statistic if home is None else statistic.to(home))
 
     def measure(self, name: str, count: int) -> float:
         """Returns the KL, in nats, of removing the last ``count`` directions of unit ``name`` alone.
@@ -88,10 +74,11 @@ class Sensitivity:
         Errors: ``ValueError`` if the unit's block lies before one already measured; ``NonFiniteError``.
         """
         unit = self.units[name]
-        self._advance_to(unit.block)
         removed = {name: count}
-        with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._mean_kl(f"removing {count} directions of unit {name}", streamed=self.streamed)
+        with torch.inference_mode(), evaluating(self.model):
+            self.stream.advance_to(unit.block)
+            with truncated(self.model, removed, self.units, self.bases):
+                return self._mean_kl(f"removing {count} directions of unit {name}", streamed=self.stream.possible)
 
     def joint(self, removed: Mapping[str, int]) -> float:
         """Returns the KL, in nats, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
@@ -101,119 +88,19 @@ class Sensitivity:
     def _mean_kl(self, what: str, *, streamed: bool) -> float:
         total, count = 0.0, 0
         for index, batch in enumerate(self.batches):
-            outputs = self._from_block(index) if streamed else self.readout.outputs(batch)
-            kl = self.readout.divergence(outputs, self.teacher[index], self.readout.kept(batch))
+            outputs = self.stream.from_block(index) if streamed else self.readout.outputs(batch)
+            teacher = self.teacher[index] if self.home is None else self.teacher[index].to(self.model.device)
+            kl = self.readout.divergence(outputs, teacher, self.readout.kept(batch))
             total += kl.sum(dtype=torch.float64).item()
             count += kl.numel()
         if not math.isfinite(total):
             raise NonFiniteError(f"{what} gives a divergence of {total}")
         return total / count
 
-    def _advance_to(self, block: int) -> None:
-        if block == self.block or not self.streamed:
-            return
-        if block < self.block:
-            raise ValueError(f"block {block} comes before block {self.block}, which is already measured: go in order")
-        first = self._stack_of(block).start
-        stops = (block,) if self.block >= first else (first, block)
-        with torch.inference_mode(), evaluating(self.model):
-            for stop in dict.fromkeys(stops):
-                for index in range(len(self.batches)):
-                    self._keep(index, stop, stop=True)
-                self.block = stop
-            if not self._streams():
-                self._stop_streaming(f"block {block} reads more of the blocks before it than their hidden state")
-
-    def _streams(self) -> bool:
-        """Whether the dense model, run from ``self.block`` on, gives what it gives as a whole."""
-        outputs, expected = self._from_block(0), self.dense_outputs
-        tolerance = 8 * torch.finfo(expected.dtype).eps * expected.abs().max()  # the same products of the same numbers
-        return bool((outputs - expected).abs().max() <= tolerance)
-
-    def _stop_streaming(self, why: str) -> None:
-        self.streamed = False
-        log.warning("%s: %s: every candidate runs the whole model", type(self.model).__name__, why)
-
-    def _stack_of(self, block: int) -> range:
-        """Returns the blocks of the stack in which ``block`` lies."""
-        first = 0
-        for stack in self.stacks:
-            if block < first + len(stack):
-                return range(first, first + len(stack))
-            first += len(stack)
-        raise IndexError(block)
-
-    def _keep(self, index: int, block: int, *, stop: bool = False) -> Tensor:
-        """Keeps the dense input of ``block`` for one micro-batch; returns the outputs, of no use where it stops."""
-        first = self._stack_of(block).start
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs[index] = args[0] if args else kwargs["hidden_states"]
-            if stop and block != first:
-                raise _Reached
-
-        def note_extras(_: nn.Module, __: object, output: object) -> None:
-            self.extras[index] = tuple(output[1:]) if isinstance(output, tuple) else None
-
-        def keep_extras(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            read = (*args, *kwargs.values())  # of attention weights that no block reads there may be much
-            extras = self.extras[index] or ()
-            kept = tuple(extra if any(extra is value for value in read) else None for extra in extras)
-            self.extras[index] = None if self.extras[index] is None else kept
-            if stop:
-                raise _Reached
-
-        with ExitStack() as stack:
-            if first <= self.block < block:
-                stack.enter_context(self._skipping(index))
-            stack.callback(self.blocks[block].register_forward_pre_hook(keep, with_kwargs=True).remove)
-            if block == first and block + 1 in self._stack_of(block):
-                stack.callback(self.blocks[block].register_forward_hook(note_extras).remove)
-                stack.callback(self.blocks[block + 1].register_forward_pre_hook(keep_extras, with_kwargs=True).remove)
-            try:
-                return self.readout.outputs(self.batches[index])
-            except _Reached:
-                return self.batches[index]
-
-    def _from_block(self, index: int) -> Tensor:
-        """Returns the outputs for one micro-batch, run from ``self.block`` on; stacks before its own run whole."""
-        with self._skipping(index):
-            return self.readout.outputs(self.batches[index])
-
-    @contextmanager
-    def _skipping(self, index: int) -> Iterator[None]:
-        """Makes the blocks before ``self.block`` in its stack return what they are given, and itself read its input."""
-        hidden, extras = self.inputs[index], self.extras[index]
-
-        def passed_on(*args: Any, **kwargs: Any) -> Any:
-            result = args[0] if args else kwargs["hidden_states"]
-            return result if extras is None else (result, *extras)
-
-        def given(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
-
-        skipped = self.blocks[self._stack_of(self.block).start : self.block]
-        originals: list[tuple[nn.Module, Callable[..., Any]]] = [(block, block.forward) for block in skipped]
-        handle = self.blocks[self.block].register_forward_pre_hook(given, with_kwargs=True)
-        try:
-            for block, _ in originals:
-                block.forward = passed_on
-            yield
-        finally:
-            for block, _ in originals:
-                del block.forward
-            handle.remove()
-
-
-class _Reached(Exception):  # noqa: N818  (no error)
-    """Ends a forward pass at a block whose input is kept."""
-
 
 @contextmanager
 def truncated(
-    model: nn.Module, removed: Mapping[str, int], units: Mapping[str, Unit], bases: Mapping[str, Tensor]
+    model: PreTrainedModel, removed: Mapping[str, int], units: Mapping[str, Unit], bases: Mapping[str, Tensor]
 ) -> Iterator[None]:
     """Replaces the members' weights by their projections W P or P W inside the ``with`` block."""
     originals: list[tuple[Tensor, Tensor]] = []
@@ -221,11 +108,11 @@ def truncated(
         for name, count in removed.items():
             if count == 0:
                 continue
-            unit = units[name]
+            unit, q = units[name], bases[name].to(model.device)
             for member in unit.members:
                 weight = weight_of(model.get_submodule(member))
                 originals.append((weight, weight.clone()))
-                weight.copy_(projected_weight(weight, bases[name], count, unit))
+                weight.copy_(projected_weight(weight, q, count, unit))
         yield
     finally:
         for weight, original in reversed(originals):

@@ -25,7 +25,7 @@ class Cost:
     ``logits``: numbers that pass through a softmax. ``peak_bytes``: device memory at the peak, weights and tensors;
     on a CPU the tensors of the process, without the interpreter's own base. ``read_bytes``, ``written_bytes``: from and
     to the store or the model's folder. ``text_bytes``: text that is tokenized. ``more_seconds``: a guess of
-    time that no rate tells.
+    time that no rate tells. ``processes`` share the work, each on a device of its own, whose peak is stated.
     """
 
     flops: float = 0.0
@@ -39,6 +39,7 @@ class Cost:
     written_bytes: int = 0
     text_bytes: int = 0
     more_seconds: float = 0.0
+    processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

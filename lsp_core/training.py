@@ -4,6 +4,9 @@ One optimizer step: U = qf(V) once a unit, micro-batches differentiate leaves th
 QR, Adam on V. Alpha and the masks are drawn per step, the order of the data per epoch, both as functions of the seed,
 so the split into micro-batches changes nothing and a resumed run repeats an uninterrupted one. Where the paper draws
 alpha and masks per micro-batch, this draws them per optimizer step.
+
+Several processes share out the sequences of a step and of the validation. Each unit has one owner, which alone holds V
+and Adam's moments, makes the basis of the step and receives its gradient.
 """
 
 import math
@@ -12,22 +15,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from lsp_core.checkpoint import Checkpoints, TrainingState
+from lsp_core.distributed import Group
 from lsp_core.divergence import TeacherStatistic
+from lsp_core.draws import Draws
 from lsp_core.durable import digest_tensors
+from lsp_core.exchange import Exchange
 from lsp_core.gram import NonFiniteError, evaluating
 from lsp_core.inputs import Inputs
-from lsp_core.projector import Form, Projector, attached
+from lsp_core.ownership import assign_owners, orthogonal_costs
+from lsp_core.projector import Projector, attached, dense
 from lsp_core.readout import Readout
+from lsp_core.sharding import shard_blocks
 from lsp_core.training_settings import Metric, TrainingSettings, is_better
 from lsp_core.units import Unit
+from lsp_core.vectors import Form, Plan
 
+Sharding = Literal["replicated", "sharded"]
 LARGEST_LOSS = 700.0  # nats; the perplexity of a greater one is no float64
 
 
@@ -41,9 +51,10 @@ class TrainingProgress(Protocol):
 class TrainingResult:
     """What training gave.
 
-    ``vectors``: the best epoch's V (D, K) by unit; ``history``: one record an epoch, 0 being the initialization, with
-    the ``metric`` as ``validation``, and beside an accuracy the objective on the validation set as ``validation_loss``;
-    ``diverged``: how training broke off, where the settings say to keep what there is.
+    ``vectors``: the best epoch's V (D, K) by unit, at the leader of a group, elsewhere nothing; ``history``: one record
+    an epoch, 0 being the initialization, with the ``metric`` as ``validation``, and beside an accuracy the objective on
+    the validation set as ``validation_loss``; ``diverged``: how training broke off, where the settings say to keep what
+    there is.
     """
 
     vectors: dict[str, Tensor]
@@ -69,17 +80,33 @@ def train_projectors(
     work: Path | None = None,
     progress: TrainingProgress | None = None,
     on_checkpoint: Callable[[], None] | None = None,
+    group: Group | None = None,
+    sharding: Sharding = "replicated",
+    replicate_orthonormalization: bool = False,
 ) -> TrainingResult:
     """Trains the V of every unit with ``removed`` > 0 and returns the best by the validation metric.
 
     ``examples`` and ``validation`` (B, ...), read as ``inputs`` says; ``labels`` (B,) of a classifier. The metric is
     the perplexity of a language model, the accuracy of a classifier with ``validation_labels``, else the KL. ``bases``
     (D, D) by unit; ``teacher`` as ``cache_teacher`` gives it, recomputed for each micro-batch where it is None.
-    ``work`` keeps the newest two checkpoints, from which a second call continues; ``on_checkpoint`` is called after
-    each.
-    Errors: ``NonFiniteError`` where the loss diverges; ``ValueError`` for the task objective without a task.
+    ``work`` keeps the newest two checkpoints, from which a second call continues, in a ``group`` of any size;
+    ``on_checkpoint`` is called after each, by the leader.
+    ``group``: the processes that call this together, with the same arguments; without one this process is alone. Of
+    ``bases`` each reads those of its own units. ``sharding``: "sharded" leaves each process its part of the blocks'
+    weights, and the model so; its alpha = 1 is computed in the activation form. ``replicate_orthonormalization``: every
+    process owns every unit.
+    Errors: ``NonFiniteError`` where the loss diverges; ``ValueError`` for the task objective without a task; both in
+    every process.
     """
-    with attached(model, units, bases, removed) as projectors, frozen(model), evaluating(model):
+    group = group or Group()
+    names = list(orthogonal_costs(units, removed))
+    owners: dict[str, int | None] = dict.fromkeys(names)
+    if not replicate_orthonormalization:
+        owners |= assign_owners(orthogonal_costs(units, removed), group.size)
+    owned = [name for name, owner in owners.items() if owner in (None, group.rank)]
+    if sharding == "sharded":
+        shard_blocks(model, group)
+    with attached(model, units, bases, removed, owned) as projectors, frozen(model), evaluating(model):
         trainer = Trainer(
             model,
             projectors,
@@ -91,6 +118,8 @@ def train_projectors(
             validation_labels=validation_labels,
             teacher=teacher,
             progress=progress,
+            exchange=Exchange(group=group, projectors=projectors, owners=owners),
+            sharding=sharding,
         )
         return trainer.run(work, on_checkpoint)
 
@@ -124,9 +153,15 @@ class Trainer:
         validation_labels: Tensor | None = None,
         teacher: TeacherStatistic | None = None,
         progress: TrainingProgress | None = None,
+        exchange: Exchange | None = None,
+        sharding: Sharding = "replicated",
     ) -> None:
         self.model = model
         self.projectors = projectors
+        self.exchange = exchange or Exchange(group=Group(), projectors=projectors, owners=dict.fromkeys(projectors, 0))
+        self.group = self.exchange.group
+        self.owned = {name: p.vectors for name, p in projectors.items() if p.vectors is not None}
+        self.sharded = sharding == "sharded"
         self.readout = Readout(model, inputs, purpose="train")
         self.examples, self.validation = examples, validation
         self.labels, self.validation_labels = labels, validation_labels
@@ -135,10 +170,11 @@ class Trainer:
         self.settings = settings
         self.teacher = teacher
         self.progress = progress
-        self.per_epoch = min(settings.epoch_sequences or len(examples), len(examples))
-        self.steps_per_epoch = math.ceil(self.per_epoch / settings.batch_sequences)
+        self.draws = Draws(settings=settings, projectors=projectors, examples=len(examples), factored=not self.sharded)
+        self.steps_per_epoch = self.draws.steps
         self.total_steps = self.steps_per_epoch * settings.epochs
-        self.optimizer = torch.optim.Adam([p.v for p in projectors.values()], lr=settings.learning_rate)
+        parameters = {"params": [vectors.v for vectors in self.owned.values()]}  # a process may own none
+        self.optimizer = torch.optim.Adam([parameters], lr=settings.learning_rate)
         warmup = round(settings.warmup_fraction * self.total_steps)
         self.schedule = get_cosine_schedule_with_warmup(self.optimizer, warmup, self.total_steps)
 
@@ -152,7 +188,7 @@ class Trainer:
             if checkpoints is not None:
                 checkpoints.save(state)
                 saved_at = time.monotonic()
-                if on_checkpoint is not None:
+                if on_checkpoint is not None and self.group.leader:
                     on_checkpoint()
 
         state = None if checkpoints is None else checkpoints.load()
@@ -174,15 +210,15 @@ class Trainer:
                     raise
                 diverged = str(error)
                 break
-            minutes = (time.monotonic() - saved_at) / 60
-            by_time = minutes >= self.settings.checkpoint_minutes
+            by_time = time.monotonic() - saved_at >= 60 * self.settings.checkpoint_minutes
+            by_time = checkpoints is not None and self.group.from_leader(by_time)
             if within == 0 or by_time or state.step % self.settings.checkpoint_steps == 0:
                 save(state)
             if self.progress is not None:
                 last = state.history[-1]["validation"]
                 self.progress(state.step, self.total_steps, {"epoch": epoch, f"validation {self.metric}": last})
         return TrainingResult(
-            vectors=state.best,
+            vectors=self.exchange.collected(state.best),
             history=state.history,
             best_epoch=state.best_epoch,
             metric=self.metric,
@@ -191,15 +227,18 @@ class Trainer:
 
     def _checkpoints(self, folder: Path) -> Checkpoints:
         data = {"examples": self.examples, "validation": self.validation}
+        removed = {name: [p.unit.dimension, p.removed] for name, p in self.projectors.items()}
         for name, labels in (("labels", self.labels), ("validation_labels", self.validation_labels)):
             if labels is not None:
                 data[name] = labels
         return Checkpoints(
             folder=folder,
-            projectors=self.projectors,
+            group=self.group,
+            vectors={name: vectors.v for name, vectors in self.owned.items()},
+            saved=[name for name in self.owned if self.exchange.owners[name] == self.group.rank or self.group.leader],
             optimizer=self.optimizer,
             schedule=self.schedule,
-            run={"settings": self.settings.recorded(), "data": digest_tensors(data)},
+            run={"settings": self.settings.recorded(), "data": digest_tensors(data), "removed": removed},
         )
 
     def _close_epoch(self, state: TrainingState, epoch: int) -> None:
@@ -214,24 +253,27 @@ class Trainer:
         return within_epoch == 0 and state.step // self.steps_per_epoch - state.best_epoch >= self.settings.patience
 
     def _vectors(self) -> dict[str, Tensor]:
-        return {name: p.v.detach().cpu().clone() for name, p in self.projectors.items()}
+        return {name: vectors.v.detach().cpu().clone() for name, vectors in self.owned.items()}
 
     def accumulate(self, step: int) -> float:
         """Fills the gradient of every V for optimizer step ``step``, from 0; returns the mean objective in nats."""
-        self._set_forms(step)
-        rows = self._rows(step)
+        self.exchange.set_forms(self.draws.plans(step))
+        rows = self.draws.rows(step)
         targets = self.readout.count(self.examples[rows], task=self.settings.objective == "task")
         mean = 0.0
-        for micro in rows.split(self.settings.micro_batch):
+        for micro, counts in self._micro_batches(rows):
             loss = self._loss(micro).sum() / targets
+            if not counts:
+                loss = 0.0 * loss
             loss.backward()
             mean += loss.item()
+        (mean,) = self.group.sums([mean])
         if not math.isfinite(mean):
             raise NonFiniteError(f"the training loss is {mean} at step {step + 1}: lower the learning rate")
-        for projector in self.projectors.values():
-            projector.backward()
-        penalty = self.settings.orthogonality * torch.stack([p.penalty() for p in self.projectors.values()]).sum()
-        penalty.backward()
+        self.exchange.backward()
+        if self.owned:
+            penalty = self.settings.orthogonality * torch.stack([v.penalty() for v in self.owned.values()]).sum()
+            penalty.backward()
         return mean
 
     def update(self) -> None:
@@ -240,28 +282,18 @@ class Trainer:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def masks(self, step: int) -> dict[str, Tensor]:
-        """Returns the masks (members, K) of optimizer step ``step`` by unit: True where a direction is removed."""
-        masks: dict[str, Tensor] = {}
-        for index, (name, projector) in enumerate(self.projectors.items()):
-            shape = (len(projector.weights), projector.v.shape[1])
-            draw = torch.rand(shape, generator=_generator(self.settings.seed, 1 + index, step))
-            masks[name] = (draw >= self.settings.dropout).to(projector.v.device)
-        return masks
+    def _micro_batches(self, rows: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Yields this process's part of ``rows`` (B,) in micro-batches that count.
 
-    def _rows(self, step: int) -> Tensor:
-        epoch, within = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(len(self.examples), generator=_generator(self.settings.seed, 0, epoch))[: self.per_epoch]
-        return order[within * self.settings.batch_sequences : (within + 1) * self.settings.batch_sequences]
-
-    def _set_forms(self, step: int) -> None:
-        ramp = self.settings.modulation_epochs * self.steps_per_epoch
-        alpha = min(1.0, (step + 1) / ramp) if ramp > 0 else 1.0
-        for name, masks in self.masks(step).items():
-            if alpha < 1:
-                self.projectors[name].set_activation_form(alpha, masks.unbind())
-            else:
-                self.projectors[name].set_factor_form(masks.unbind())
+        The weights of sharded blocks are put together for a pass of all processes at once: one with fewer micro-batches
+        than others repeats a row, which does not count.
+        """
+        own = rows[self.group.part(len(rows))]
+        passes = math.ceil(len(own) / self.settings.micro_batch)
+        yield from ((micro, True) for micro in own.split(self.settings.micro_batch)[:passes])
+        if self.sharded:
+            most = math.ceil(self.group.largest_part(len(rows)) / self.settings.micro_batch)
+            yield from ((rows[:1], False) for _ in range(most - passes))
 
     def _loss(self, rows: Tensor) -> Tensor:  # (B,) -> one value a target
         batch = self.examples[rows]
@@ -273,14 +305,14 @@ class Trainer:
     @torch.no_grad()
     def _statistic(self, batch: Tensor) -> TeacherStatistic:
         """Returns what the dense model gives: the same network with its projectors off."""
-        with _dense(self.projectors):
+        with dense(self.projectors):
             return self.readout.statistic(self.readout.outputs(batch))
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float]:
         """Returns the metric on the validation examples, and the loss, at alpha = 1 without masks."""
-        for projector in self.projectors.values():
-            projector.set_factor_form()
+        plan = Plan(form=Form.ACTIVATION if self.sharded else Form.FACTOR)
+        self.exchange.set_forms(dict.fromkeys(self.projectors, plan))
         mean = self._validation_mean(self._validation_losses)
         found = {"validation": math.exp(mean) if self.metric == "perplexity" else mean}
         if self.metric == "accuracy":
@@ -290,13 +322,14 @@ class Trainer:
         return found
 
     def _validation_mean(self, values_of: Callable[[Tensor, Tensor | None], Tensor]) -> float:
-        total, count = 0.0, 0
-        for start in range(0, len(self.validation), self.settings.micro_batch):
-            rows = slice(start, start + self.settings.micro_batch)
+        total, count = 0.0, 0.0
+        for rows, counts in self._micro_batches(torch.arange(len(self.validation))):
             labels = None if self.validation_labels is None else self.validation_labels[rows]
             values = values_of(self.validation[rows], labels)
-            total += values.sum(dtype=torch.float64).item()
-            count += values.numel()
+            if counts:
+                total += values.sum(dtype=torch.float64).item()
+                count += values.numel()
+        total, count = self.group.sums([total, count])
         mean = total / count
         if not mean < LARGEST_LOSS:
             raise NonFiniteError(
@@ -312,23 +345,3 @@ class Trainer:
     def _told_right(self, batch: Tensor, labels: Tensor | None) -> Tensor:  # (B, ...), (B,) -> (B,)
         assert labels is not None
         return self.readout.class_logits(batch).argmax(-1) == labels.to(self.model.device)
-
-
-@contextmanager
-def _dense(projectors: Mapping[str, Projector]) -> Iterator[None]:
-    forms = {name: projector.form for name, projector in projectors.items()}
-    for projector in projectors.values():
-        projector.form = Form.DENSE
-    try:
-        yield
-    finally:
-        for name, projector in projectors.items():
-            projector.form = forms[name]
-
-
-def _generator(*numbers: int) -> torch.Generator:
-    """Returns a generator that is a function of ``numbers``: resuming needs no saved state of it."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % (2**63 - 1)
-    return torch.Generator().manual_seed(seed)

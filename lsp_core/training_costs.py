@@ -11,7 +11,10 @@ from lsp_core.flops import (
     factor_products,
     orthogonal_flops,
 )
+from lsp_core.offload import block_bytes, rest_bytes
+from lsp_core.ownership import assign_owners, orthogonal_costs
 from lsp_core.peaks import (
+    most_loaded,
     teacher_peak,
     training_peak,
 )
@@ -60,13 +63,16 @@ def train_cost(
     epoch_sequences: int | None = None,
     objective: Literal["kl", "task"] = "kl",
     teacher_kept: bool = True,
+    processes: int = 1,
+    sharded: bool = False,
 ) -> Cost:
     """Forward and backward of every step in its form, the QR of each V a step, and a validation an epoch.
 
     Frozen weights take the gradient of their input alone, factors their own as well; attention's backward pass makes
     the scores again. An upper bound: an early stop saves the epochs after it. ``epoch_sequences``: drawn for each
     epoch, none: all. ``teacher_kept``: the dense outputs come from the store, else a dense pass is added. Checkpoints
-    are not among the bytes written.
+    are not among the bytes written. Of several ``processes`` the peak is one's, all else is that of all; ``sharded``
+    ones stay in the activation form and hold their part of the blocks, and two whole, the one that runs and the next.
     Errors: ``ValueError`` if nothing is removed.
     """
     active = [unit for unit in units if removed.get(unit.name, 0) > 0]
@@ -76,7 +82,8 @@ def train_cost(
     drawn = min(epoch_sequences or sequences, sequences)
     steps_per_epoch = math.ceil(drawn / batch_sequences)
     steps = epochs * steps_per_epoch
-    modulated = min(steps, max(0, math.ceil(modulation_epochs * steps_per_epoch) - 1))
+    sharded = sharded and processes > 1
+    modulated = steps if sharded else min(steps, max(0, math.ceil(modulation_epochs * steps_per_epoch) - 1))
     whole, rest = divmod(modulated, steps_per_epoch)
     first_form = length * (whole * drawn + rest * batch_sequences)  # tokens of the activation form
     second_form = epochs * drawn * length - first_form
@@ -102,24 +109,34 @@ def train_cost(
         softmaxes += epochs * drawn * length
     products, solvers = orthogonal_flops(active, removed, steps, steps - modulated, epochs + 1)
 
-    micro_batch = min(micro_batch, batch_sequences, drawn)
+    step = -(-min(batch_sequences, drawn) // processes)  # sequences of a step that one process takes
+    micro_batch = min(micro_batch, step)
     working = training_peak(
         shapes,
         units,
         removed,
-        shapes.examples(min(2 * micro_batch, batch_sequences, drawn), length),
+        shapes.examples(processes * min(2 * micro_batch, step), length),
         micro_batch=micro_batch,
         modulated=modulated > 0,
         precision=dtype_of(precision_bytes),
         objective=objective,
         dropout=dropout,
         teacher_kept=teacher_kept,
+        processes=processes,
+        sharded=sharded,
     )
     statistic = tokens * shapes.statistic_bytes if objective == "kl" and teacher_kept and shapes.keeps_teacher else 0
     vectors, bases = vector_bytes(shapes, active, removed), basis_bytes(units, precision_bytes)
     ids = tokens + validation_sequences * length
     if shapes.on_host:
-        working += bases + statistic + 2 * vectors + 8 * ids  # the best V, and the one that takes its place
+        owners = assign_owners(orthogonal_costs(units, removed), processes)
+        member = most_loaded(units, owners)
+        own = vector_bytes(shapes, [unit for unit in active if owners[unit.name] == member], removed)
+        working += bases + statistic + 2 * own + 8 * ids  # the best V, and the one that takes its place
+    held = shapes.weight_bytes
+    if sharded:
+        outside = rest_bytes(shapes.model)
+        held = outside + (held - outside) // processes + 2 * block_bytes(shapes.model)
     return Cost(
         flops=flops,
         gradient_flops=gradient,
@@ -127,7 +144,8 @@ def train_cost(
         flops64=products,
         solver_flops=solvers,
         logits=float(softmaxes) * shapes.vocabulary,
-        peak_bytes=shapes.weight_bytes + working,
+        peak_bytes=held + working,
+        processes=processes,
         read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * ids,
         written_bytes=vectors,
     )

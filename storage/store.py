@@ -39,7 +39,8 @@ class ArtifactMissing(StoreError):  # noqa: N818  (a state of the store)
 class Store:
     """The store at ``uri``: a local folder, or an fsspec URI such as ``s3://bucket/prefix``.
 
-    ``verify``: what is found is digested, once, not only measured. ``options`` go to the file system.
+    ``verify``: what is found is digested, once, not only measured. ``options`` go to the file system. ``place``: what
+    ``tasks.places.open_store`` opens it by, if not its URI.
     Errors: ``StoreError`` if it is to be ``writable`` and cannot be written to and read.
     """
 
@@ -51,9 +52,11 @@ class Store:
         writable: bool = True,
         options: Mapping[str, Any] | None = None,
         patience: Patience | None = None,
+        place: str | None = None,
     ) -> None:
         self.files = Files(uri, options, patience or Patience(), writable=writable)
         self.uri = self.files.uri
+        self.place = place or self.uri
         self.verify = verify
         self._writable = writable
         self._verified: set[str] = set()  # digests of payloads

@@ -8,7 +8,8 @@ they were written, each appearing whole.
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import uuid
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from storage.faults import Patience, StoreError, first_line, full, is_full
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 FINISHED = "finished-"  # and a digest: a folder that waits to be published, from this machine
 OUTPUT = "output"  # made anew
+TEMPORARY = (".tmp", ".partial")  # the second is zarr's
 ONCE = Patience(attempts=1)  # the next call of ``keep`` is the next try
 
 
@@ -52,17 +54,20 @@ class WorkFolder:
         here = self.path / name
         if here.exists() and here.stat().st_mtime > written:
             return
-        partial = here.with_name(f"{here.name}.tmp")
+        partial = here.with_name(f"{here.name}.{uuid.uuid4().hex}.tmp")  # another part may fetch it too
         self._files.download(f"{self._name}/{name}", partial)
         os.utime(partial, (written, written))
         partial.replace(here)
         self._kept[name] = _state(here)
 
-    def keep(self) -> None:
-        """Copies what changed to the store; a store that does not answer is said in the log, and the work goes on."""
+    def keep(self, below: str = "") -> None:
+        """Copies what changed, or what changed in the folder ``below``, to the store.
+
+        A store that does not answer is said in the log, and the work goes on.
+        """
         if self._files.is_local:
             return
-        states = self._states()
+        states = self._states(below)
         changed = [name for name, state in states.items() if self._kept.get(name) != state]
         changed.sort(key=lambda name: (states[name][1], name))
         try:
@@ -73,19 +78,25 @@ class WorkFolder:
             reason = first_line(error.__cause__ or error)
             log.warning("%s: %s is kept on this machine alone for now (%s)", self._files.uri, self._name, reason)
 
+    def is_finished(self) -> bool:
+        """Returns whether it holds what waits to be published, from this machine."""
+        return any(self.path.glob(f"{FINISHED}*"))
+
     def clear(self) -> None:
         """Deletes the work, here and in the store."""
         shutil.rmtree(self.path, ignore_errors=True)
         if not self._files.is_local:
             self._files.remove(self._name)
 
-    def _resumable(self) -> Iterator[Path]:
-        for path in self.path.rglob("*"):
-            if path.is_file() and _is_resumable(path.relative_to(self.path).as_posix()):
-                yield path
-
-    def _states(self) -> dict[str, tuple[int, int]]:
-        return {path.relative_to(self.path).as_posix(): _state(path) for path in self._resumable()}
+    def _states(self, below: str) -> dict[str, tuple[int, int]]:
+        states = {}
+        for path in (self.path / below).rglob("*"):
+            name = path.relative_to(self.path).as_posix()
+            if _is_resumable(name):
+                with suppress(FileNotFoundError):  # a temporary name, of a writer beside this one
+                    if path.is_file():
+                        states[name] = _state(path)
+        return states
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -98,7 +109,7 @@ def _is_resumable(name: str) -> bool:
     return (
         path.parts[0] != OUTPUT
         and not path.parts[0].startswith(FINISHED)
-        and path.suffix != ".tmp"
+        and path.suffix not in TEMPORARY
         and ".." not in path.parts
         and not path.is_absolute()
     )

@@ -31,10 +31,12 @@ def write_units(folder: Path, units: list[Unit]) -> None:
 
 
 def read_units(folder: Path) -> list[Unit]:
-    def frozen(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
+    return [unit_of(record) for record in read_json(folder / UNITS)]
 
-    return [Unit(**{name: frozen(value) for name, value in record.items()}) for record in read_json(folder / UNITS)]
+
+def unit_of(record: dict[str, Any]) -> Unit:
+    """Returns the unit that ``asdict`` and JSON made ``record`` of."""
+    return Unit(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
 
 
 def read_bases(work: Work, bases: ArtifactRef) -> tuple[list[Unit], dict[str, Tensor]]:

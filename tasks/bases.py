@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init, seed: int = 0) -> None:
     """Publishes the bases (D, D) and the ridge that each Gram matrix needed; ``seed`` is that of random ones."""
     folder = work.folder(grams)
-    units, loaded = read_units(folder), load_model(model, work.runtime.device)
+    units = read_units(folder)
+    loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
     files = {unit.name: work.scratch / "bases" / f"basis-{index:05d}.safetensors" for index, unit in enumerate(units)}
     ridges: dict[str, float] = {}
     with work.progress() as progress:
@@ -48,7 +49,7 @@ def bases(work: Work, *, model: ModelSource, grams: ArtifactRef, init: Init, see
 
 def write_basis(file: Path, unit: Unit, gram: Tensor, model: nn.Module, init: Init, seed: int) -> float:
     """Computes the basis of ``unit``, writes it to ``file`` and returns its ridge."""
-    weights = [weight_of(model.get_submodule(member)).detach() for member in unit.members]
+    weights = [weight_of(model.get_submodule(member)).detach().to(gram.device) for member in unit.members]
     basis = ordered_basis(unit, gram, weights, init=init, seed=seed)
     write_durably(file, {unit.name: basis.q}, {"ridge": basis.ridge})
     return basis.ridge

@@ -25,6 +25,7 @@ from tasks.versions import recorded_version
 log = logging.getLogger(__name__)
 
 Arguments = dict[str, Any]
+Share = list[Any]  # of a stage's work, as plain JSON
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "zarr", "numpy", "datasets", "lm-eval", "prefect")
 
 
@@ -77,7 +78,7 @@ class Work:
     """What a stage's function is given beside its inputs and settings.
 
     ``output``: an empty folder, published as the artifact when the function returns; ``scratch``: a folder that
-    survives a kill, for work that a second run continues.
+    survives a kill, for work that a second run continues; ``check``: raises at a step of the progress to end the work.
     """
 
     store: Store
@@ -86,6 +87,7 @@ class Work:
     scratch: Path
     runtime: Runtime
     kept: WorkFolder | None = None
+    check: Callable[[], None] | None = None
 
     def folder(self, ref: ArtifactRef) -> Path:
         """Returns the folder with the files of ``ref``."""
@@ -93,23 +95,42 @@ class Work:
 
     def progress(self) -> Progress:
         """Returns a progress display for this stage."""
-        return Progress(self.label)
+        return Progress(self.label, check=self.check)
 
-    def keep(self) -> None:
-        """Makes what ``scratch`` holds now outlive this machine; call it whenever more work is worth keeping."""
+    def keep(self, below: str = "") -> None:
+        """Makes what ``scratch``, or its folder ``below``, holds now outlive this machine.
+
+        Call it whenever more work is worth keeping.
+        """
         if self.kept is not None:
-            self.kept.keep()
+            self.kept.keep(below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How a stage's work is shared out.
+
+    ``plan(work, workers, **arguments)`` returns the shares, none where there is nothing to gain, and makes in
+    ``work.scratch`` what they have in common; ``run(work, share, **arguments)`` does one of them and keeps it there.
+    """
+
+    plan: Callable[..., list[Share]]
+    run: Callable[..., None]
 
 
 class Stage:
     """One stage: a function of references and settings that fills ``Work.output``, and its version.
 
     Arguments that hold references are the inputs, all others the settings; both make the key. ``version`` rises with
-    every change of the function, or of what it calls, that changes its output.
+    every change of the function, or of what it calls, that changes its output. ``parts``: how its work is shared out,
+    None where it is not.
     """
 
-    def __init__(self, function: Callable[..., None], version: int, name: str | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., None], version: int, name: str | None = None, parts: Parts | None = None
+    ) -> None:
         self.name = name or function.__name__
+        self.parts = parts
         self.version = version
         self.function = function
         self.__doc__ = function.__doc__
@@ -138,7 +159,7 @@ class Stage:
         One process of a machine at a time; what another made meanwhile is taken. Errors: whatever the function raises.
         """
         kept = store.work(key)
-        with _alone(_lock_of(kept), label):
+        with alone(kept, label):
             made_meanwhile = store.find(self.name, key)
             if made_meanwhile is not None:
                 kept.clear()
@@ -176,12 +197,12 @@ class Stage:
             return ref
 
 
-def stage(*, name: str | None = None) -> Callable[[Callable[..., None]], Stage]:
+def stage(*, name: str | None = None, parts: Parts | None = None) -> Callable[[Callable[..., None]], Stage]:
     """Makes a ``Stage`` of a function ``(work, *, inputs and settings) -> None``, named as the function or ``name``.
 
     Its version is the one on record in ``versions.json``.
     """
-    return lambda function: Stage(function, recorded_version(function), name)
+    return lambda function: Stage(function, recorded_version(function), name, parts)
 
 
 def split(arguments: Arguments) -> tuple[Arguments, Arguments]:
@@ -240,8 +261,9 @@ def _finished_before(scratch: Path, label: str) -> tuple[str, dict[str, FileFact
 
 
 @contextmanager
-def _alone(path: Path, label: str) -> Iterator[None]:
-    """Holds a lock on this machine; a killed holder's is free at once."""
+def alone(kept: WorkFolder, label: str) -> Iterator[None]:
+    """Holds the lock of one key's work on this machine; a killed holder's is free at once."""
+    path = _lock_of(kept)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:

@@ -14,7 +14,7 @@ from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json
 from tasks.caching import Work
 from tasks.decode import DECODE
-from tasks.markdown import markdown_table
+from tasks.markdown import Rows, markdown_table
 from tasks.metrics import metric_of
 from tasks.models import ModelSource, load_skeleton
 from tasks.plots import Line
@@ -30,7 +30,7 @@ ANALYTIC = {  # column -> figure, template
     "prefill, TFLOP": ("prefill_tflop_2k", "{:.3g}"),
     "decode, GFLOP": ("decode_gflop_2k", "{:.3g}"),
 }
-CONTEXT, SPEED = "max_context_k_tokens", "tokens_per_second"
+PARAMETERS, CONTEXT, SPEED = "parameters", "max_context_k_tokens", "tokens_per_second"
 ANALYTIC_NOTE = (
     "2 bytes a parameter and a cached number; weights + KV at 131,072 tokens and batch 8, the longest context at batch "
     "8 on a device of {:g} GiB, 6 of them kept free; FLOPs at a context of 2,048, for a whole prompt and for one token."
@@ -46,6 +46,9 @@ SPEED_NOTE = (
     "tuned. Of several contexts the picture shows the shortest, and each model at its gain over the dense model in its "
     "own run."
 )
+
+PEAKS = "Peak memory of a step, weights and cache included, GiB:"
+NO_PEAKS = "Peak memory: not measured on a CPU."
 
 
 def analytic(
@@ -137,24 +140,28 @@ def state_efficiency(
         for owner, one in zip((content["dense"], *results), stated, strict=True):
             owner["efficiency"] = one
         title = f"longest context, thousands of tokens, {device_gib:g} GiB, batch 8"
-        panels[title] = _lines(content, CONTEXT)
+        panels[title] = quality_against(content, CONTEXT)
     for result, one in zip(results, measured, strict=bool(measured)):
         result["speed"] = one
     if measured_on is not None:
         content["decoding"] = dict(measured_on)
-    if _has_speeds(results):
-        title = f"tokens per second, context {_shortest(results[0])}, scaled to one dense run"
-        panels[title] = _lines(content, SPEED)
+    if has_speeds(results):
+        panels[speed_title(results)] = quality_against(content, SPEED)
     return panels
 
 
 def is_drawn(content: Mapping[str, Any], seed: int | None) -> bool:
     """Whether there is a picture of the run of ``seed``, None of a run without others."""
     results = [result for result in content["results"] if seed is None or result["seed"] == seed]
-    return "efficiency" in content["dense"] or _has_speeds(results)
+    return "efficiency" in content["dense"] or has_speeds(results)
 
 
-def _has_speeds(results: Sequence[Mapping[str, Any]]) -> bool:
+def speed_title(results: Sequence[Result]) -> str:
+    """Returns what an axis of speeds is called."""
+    return f"tokens per second, context {_shortest(results[0])}, scaled to one dense run"
+
+
+def has_speeds(results: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the dense model and ours were measured at the shortest context of all results."""
     timed = [result.get("speed") for result in results]
     return all(one and {DENSE, READY} <= one[min(one, key=int)].keys() for one in timed)
@@ -164,16 +171,30 @@ def efficiency_section(content: Mapping[str, Any], pictures: Sequence[str]) -> l
     """Returns what the models cost to run, as Markdown lines; of other models than decoders nothing."""
     lines = []
     if "efficiency" in content["dense"]:
-        note = ANALYTIC_NOTE.format(content["device_gib"])
-        notes = [note, *(["", FUSED_NOTE] if content.get("fused_cache") else [])]
-        lines += ["", "## Memory and compute, from the shapes", "", *notes, "", *_analytic_table(content)]
-    if any("speed" in result for result in content["results"]):
-        lines += ["", "## Decoding, measured", "", SPEED_NOTE, *_measured_on(content)]
-        if any(result["speed"] for result in content["results"]):
-            lines += ["", *_speed_table(content), *_peak_table(content)]
+        notes = [line for note in analytic_notes(content) for line in (note, "")]
+        lines += ["", "## Memory and compute, from the shapes", "", *notes, *markdown_table(*analytic_rows(content))]
+    if is_timed(content):
+        lines += ["", "## Decoding, measured", *(line for note in speed_notes(content) for line in ("", note))]
+        for note, rows in speed_tables(content):
+            lines += [*(["", note] if note else []), *([] if rows is None else ["", *markdown_table(*rows)])]
     if lines:
         lines += [line for path in pictures for line in ("", f"![quality against context and speed]({path})")]
     return lines
+
+
+def analytic_notes(content: Mapping[str, Any]) -> list[str]:
+    """Returns what the figures of ``analytic_rows`` are, a paragraph an entry."""
+    return [ANALYTIC_NOTE.format(content["device_gib"]), *([FUSED_NOTE] if content.get("fused_cache") else [])]
+
+
+def is_timed(content: Mapping[str, Any]) -> bool:
+    """Whether the speed of decoding was asked for."""
+    return any("speed" in result for result in content["results"])
+
+
+def speed_notes(content: Mapping[str, Any]) -> list[str]:
+    """Returns what the figures of ``speed_tables`` are and what they were measured on, a paragraph an entry."""
+    return [SPEED_NOTE, *_measured_on(content)]
 
 
 def _measured_on(content: Mapping[str, Any]) -> list[str]:
@@ -183,44 +204,52 @@ def _measured_on(content: Mapping[str, Any]) -> list[str]:
     setting = f"On {found['machine']}, torch {found['torch']}, in {found['dtype']}, batch {found['batch']}."
     reasons = [f"Not measured: {', '.join(arms)} ({reason})." for reason, arms in found["reasons"].items()]
     failed = [] if found["failed"] is None else [f"Not measured: {found['failed']}."]
-    return [line for text in (setting, *reasons, *failed) for line in ("", text)]
+    return [setting, *reasons, *failed]
 
 
-def _analytic_table(content: Mapping[str, Any]) -> list[str]:
+def analytic_rows(content: Mapping[str, Any]) -> Rows:
+    """Returns memory and compute of each model, from its shapes."""
     dense = content["dense"]["efficiency"]
     rows = [["dense", *(template.format(dense[name]) for name, template in ANALYTIC.values())]]
     for group in by_target(content["results"]):
         shown = [spread([one["efficiency"][name] for one in group], form) for name, form in ANALYTIC.values()]
         rows.append([_label(group[0]), *shown])
-    return markdown_table(["removed", *ANALYTIC], rows)
+    return ["removed", *ANALYTIC], rows
 
 
 def _label(result: Result) -> str:
     return f"{target_label(result)} {result['objective']}"
 
 
-def _speed_table(content: Mapping[str, Any]) -> list[str]:
+def speed_tables(content: Mapping[str, Any]) -> list[tuple[str, Rows | None]]:
+    """Returns the measured speeds and peaks of memory, a note and a table each; no table where there are none."""
+    if not any(result["speed"] for result in content["results"]):
+        return []
+    return [("", _speed_rows(content)), (PEAKS, _peak_rows(content)) if _has_peaks(content) else (NO_PEAKS, None)]
+
+
+def _speed_rows(content: Mapping[str, Any]) -> Rows:
     def cell(arm: str, known: Sequence[Mapping[str, Any]]) -> str:
         rate = spread([one["tokens_per_second"] for one in known], "{:.1f}")
         gain = "" if arm == DENSE else spread([one["speedup"] for one in known], "{:.2f}")
         return f"{rate} ({gain} x)" if gain else rate
 
-    return _table_of_arms(content, cell)
+    return _rows_of_arms(content, cell)
 
 
-def _peak_table(content: Mapping[str, Any]) -> list[str]:
-    """Returns the peaks of memory as a table, or that they were not measured."""
+def _has_peaks(content: Mapping[str, Any]) -> bool:
     arms = [arm for result in content["results"] for one in result["speed"].values() for arm in one.values()]
-    if not any(arm.get("peak_bytes") for arm in arms):
-        return ["", "Peak memory: not measured on a CPU."]
+    return any(arm.get("peak_bytes") for arm in arms)
 
+
+def _peak_rows(content: Mapping[str, Any]) -> Rows:
     def cell(_: str, known: Sequence[Mapping[str, Any]]) -> str:
         return spread([None if (peak := one.get("peak_bytes")) is None else peak / GIB for one in known], "{:.2f}")
 
-    return ["", "Peak memory of a step, weights and cache included, GiB:", "", *_table_of_arms(content, cell)]
+    return _rows_of_arms(content, cell)
 
 
-def _table_of_arms(content: Mapping[str, Any], cell: Callable[[str, Sequence[Mapping[str, Any]]], str]) -> list[str]:
+def _rows_of_arms(content: Mapping[str, Any], cell: Callable[[str, Sequence[Mapping[str, Any]]], str]) -> Rows:
     """Returns a row for each target and context, with what ``cell`` says of each arm and its figures, by seed."""
     timed = {arm for result in content["results"] for one in result["speed"].values() for arm in one}
     arms = [arm for arm in ARMS if arm in timed]
@@ -230,10 +259,10 @@ def _table_of_arms(content: Mapping[str, Any], cell: Callable[[str, Sequence[Map
             measured = [result["speed"].get(context, {}) for result in group]
             known = {arm: [one[arm] for one in measured if arm in one] for arm in arms}
             rows.append([_label(group[0]), context, *(cell(arm, known[arm]) if known[arm] else "" for arm in arms)])
-    return markdown_table(["removed", "context", *arms], rows)
+    return ["removed", "context", *arms], rows
 
 
-def _lines(content: Mapping[str, Any], figure: str) -> list[Line]:
+def quality_against(content: Mapping[str, Any], figure: str) -> list[Line]:
     """Returns quality against ``figure``, a line for NoLSP and for each objective, the dense model first on each."""
     metric = metric_of(content["dense"]).name
     quality = content["dense"][metric]
@@ -254,15 +283,21 @@ def _lines(content: Mapping[str, Any], figure: str) -> list[Line]:
 
 def _dense(content: Mapping[str, Any], figure: str) -> float:
     """Returns the figure of the dense model; its speed is that of the first run, at the shortest context."""
-    first = content["results"][0]
-    return float(content["dense"]["efficiency"][CONTEXT] if figure == CONTEXT else _rate(first, DENSE))
+    if figure == SPEED:
+        return _rate(content["results"][0], DENSE)
+    return _of_shapes(content["dense"], figure)
 
 
 def _compressed(content: Mapping[str, Any], result: Result, figure: str) -> float:
     """Returns the figure of one model; its speed is its gain in its own run, on the dense speed of the first run."""
-    if figure == CONTEXT:
-        return float(result["efficiency"][CONTEXT])
+    if figure != SPEED:
+        return _of_shapes(result, figure)
     return _dense(content, figure) * (_rate(result, READY) / _rate(result, DENSE))
+
+
+def _of_shapes(figures: Mapping[str, Any], figure: str) -> float:
+    """Returns the figure of a model that its shapes alone tell."""
+    return float(figures[PARAMETERS] if figure == PARAMETERS else figures["efficiency"][figure])
 
 
 def _rate(result: Mapping[str, Any], arm: str) -> float:

@@ -1,29 +1,30 @@
 """evaluate: perplexity, joint divergence and lm-eval tasks of a dense, an untrained or a trained compressed model."""
 
-import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lsp_core.gram import NonFiniteError
 from lsp_core.inputs import inputs_of
 from lsp_core.modeling import load_compressed
 from storage.digest import canonical_json, digest_bytes, digest_file
+from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_json, read_tokens, write_json
-from tasks.caching import Source, Work, stage
+from tasks.caching import Parts, Share, Source, Work, stage
 from tasks.features import evaluate_features
 from tasks.measure import open_sensitivity
 from tasks.merge import merge_initial
-from tasks.models import ModelSource, load_model, load_tokenizer
-from tasks.progress import Progress
+from tasks.models import LOADING, ModelSource, load_model, load_tokenizer
+from tasks.perplexity import keep_sums, measure_perplexity, read_sums
+from tasks.shares import contiguous
 
 EVALUATION = "evaluation.json"
+LOSSES = "losses"
+LEAST_BATCHES = 4  # micro-batches of a share
 
 
 class TaskFolder(Source):
@@ -57,7 +58,43 @@ def _digest_tasks(folder: Path) -> str:
     )
 
 
-@stage()
+def shared_windows(
+    work: Work, workers: int, *, model: ModelSource, tokens: ArtifactRef, **_subject: Any
+) -> list[Share]:
+    """Returns the test windows of a language model in shares of whole micro-batches, one a worker.
+
+    A share loads the model, and merges an untrained one: it is of several micro-batches, or there is none.
+    """
+    if not model.gives_text:
+        return []
+    windows, size = tokens_shape(work.folder(tokens))[0], work.runtime.micro_batch
+    batches = -(-windows // size)
+    cut = contiguous(batches, min(workers, batches // LEAST_BATCHES), lambda start, stop: stop - start)
+    return [[share.start * size, min(share.stop * size, windows)] for share in cut]
+
+
+def evaluate_share(
+    work: Work,
+    share: Share,
+    *,
+    model: ModelSource,
+    tokens: ArtifactRef,
+    checkpoint: ArtifactRef | None = None,
+    bases: ArtifactRef | None = None,
+    allocation: ArtifactRef | None = None,
+    **_further: Any,
+) -> None:
+    """Sums the losses of the windows ``share[0]`` to ``share[1]`` - 1 and keeps the sums of their micro-batches."""
+    subject = _load(work, model, checkpoint)
+    if bases is not None and allocation is not None:
+        merge_initial(work, subject, bases, allocation)
+    windows, folder = read_tokens(work, tokens), work.scratch / LOSSES
+    with work.progress() as progress:
+        keep = partial(work.keep, LOSSES)
+        keep_sums(folder, subject, windows, range(*share), work.runtime.micro_batch, progress, keep)
+
+
+@stage(parts=Parts(plan=shared_windows, run=evaluate_share))
 def evaluate(
     work: Work,
     *,
@@ -87,19 +124,17 @@ def evaluate(
     ``transfer_names``: as ``evaluate_features`` needs them.
     """
     result: dict[str, Any] = {}
-    if checkpoint is not None:
-        subject = load_compressed(work.folder(checkpoint)).model.to(work.runtime.device)
-    else:
-        subject = load_model(model, work.runtime.device)
-        if bases is not None and allocation is not None:
-            if kl_tokens is not None:
-                result["kl_joint"] = _joint_kl(work, subject, bases, allocation, kl_tokens)
-            merge_initial(work, subject, bases, allocation)
+    subject = _load(work, model, checkpoint)
+    if bases is not None and allocation is not None:
+        if kl_tokens is not None:
+            result["kl_joint"] = _joint_kl(work, subject, bases, allocation, kl_tokens)
+        merge_initial(work, subject, bases, allocation)
     result["parameters"] = sum(p.numel() for p in subject.parameters())
     if model.gives_text:
         windows = read_tokens(work, tokens)
         with work.progress() as progress:
-            perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress)
+            known = read_sums(work.scratch / LOSSES, work.runtime.micro_batch)
+            perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress, known)
         result |= {"perplexity": perplexity, "tokens": windows.numel(), "windows": len(windows)}
     else:
         sets = zip(transfer_names or (), (transfer or [])[::2], (transfer or [])[1::2], strict=True)
@@ -109,6 +144,14 @@ def evaluate(
     if tasks:
         result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
     write_json(work.output / EVALUATION, result)
+
+
+def _load(work: Work, model: ModelSource, checkpoint: ArtifactRef | None) -> PreTrainedModel:
+    """Returns the merged ``checkpoint``, or the dense model where there is none."""
+    if checkpoint is None:
+        return load_model(model, work.runtime.device)
+    with LOADING:
+        return load_compressed(work.folder(checkpoint)).model.to(work.runtime.device)
 
 
 def _joint_kl(
@@ -121,36 +164,6 @@ def _joint_kl(
 def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
     result: dict[str, Any] = read_json(work.folder(evaluation) / EVALUATION)
     return result
-
-
-@torch.inference_mode()
-def measure_perplexity(
-    model: PreTrainedModel, windows: Tensor, micro_batch: int, progress: Progress
-) -> float:  # (B, T)
-    """Returns exp of the mean next-token loss over all windows, each predicted from its own beginning.
-
-    Of an encoder-decoder, over the second half of each window, predicted from the first.
-
-    Errors: ``NonFiniteError`` naming the first window whose logits are not finite.
-    """
-    inputs = inputs_of(model)
-    total, count = 0.0, 0
-    for start in range(0, len(windows), micro_batch):
-        batch = windows[start : start + micro_batch].to(model.device)
-        logits, targets = model(**inputs.arguments(batch, model)).logits, inputs.targets(batch)
-        if inputs.decoder_start is None:
-            logits, targets = logits[:, :-1], batch[:, 1:]
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        finite = torch.isfinite(losses).all(1) & torch.isfinite(logits).flatten(1).all(1)
-        if not finite.all():
-            window = start + int((~finite).nonzero()[0])
-            raise NonFiniteError(
-                f"the logits of test window {window} hold a NaN or an infinity: the model is broken, or overflows"
-            )
-        total += losses.sum(dtype=torch.float64).item()
-        count += losses.numel()
-        progress(start + len(batch), len(windows))
-    return math.exp(total / count)
 
 
 def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, count: int) -> str:

@@ -3,6 +3,8 @@
 import re
 from urllib.parse import quote
 
+Rows = tuple[list[str], list[list[str]]]  # a table: its header and its rows
+
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Returns a table as Markdown lines, aligned for people."""

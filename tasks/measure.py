@@ -3,8 +3,10 @@
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,15 +14,49 @@ from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.units import Unit
 from storage.grid import MEASURED, SKIPPED, KLGrid
 from storage.manifest import ArtifactRef
-from tasks.artifacts import read_bases
-from tasks.caching import Work, stage
+from tasks.artifacts import read_bases, read_units
+from tasks.caching import Parts, Share, Work, stage
 from tasks.examples import read_examples
-from tasks.models import ModelSource, load_model
+from tasks.models import ModelSource, load_model, placed
+from tasks.shares import contiguous
 
+CHUNKS = 4  # shares a worker at most: a late or lost worker then holds up, or costs, less
+FIXED = 0.1  # of all work, what loading the model and the teacher's pass may come to in more shares than workers
 log = logging.getLogger(__name__)
 
 
-@stage()
+def shared_rows(
+    work: Work, workers: int, *, model: ModelSource, bases: ArtifactRef, tokens: ArtifactRef, points: int
+) -> list[Share]:
+    """Returns the rows still to be measured, in shares of about equal cost, and makes the grid that they are kept in.
+
+    Cost is counted in blocks that are run: a candidate in block b runs b, what follows, and the head; a share loads the
+    model, which counts as one pass, runs the teacher, and runs up to its first block.
+    """
+    units = read_units(work.folder(bases))
+    rows = _open(work, units, points).pending()
+    depth = 1 + max(unit.block for unit in units) + 1
+    costs = [
+        len(counts_to_measure(units[row], removal_counts(units[row], points))) * (depth - units[row].block)
+        for row in rows
+    ]
+    sums = [0, *accumulate(costs)]
+    fixed = [2 * depth + units[row].block for row in rows]
+    shares = workers * min(CHUNKS, max(1, int(FIXED * sums[-1] / (workers * 2 * depth))))
+    cut = contiguous(len(rows), shares, lambda start, stop: fixed[start] + sums[stop] - sums[start])
+    return [[rows[index] for index in share] for share in cut]
+
+
+def measure_share(
+    work: Work, share: Share, *, model: ModelSource, bases: ArtifactRef, tokens: ArtifactRef, points: int
+) -> None:
+    """Measures the rows of ``share`` that are not measured yet."""
+    units, tensors = read_bases(work, bases)
+    grid = KLGrid.open(str(work.scratch / "grid"))
+    _measure_rows(work, grid, model, units, tensors, tokens, points, share)
+
+
+@stage(parts=Parts(plan=shared_rows, run=measure_share))
 def measure(work: Work, *, model: ModelSource, bases: ArtifactRef, tokens: ArtifactRef, points: int) -> None:
     """Publishes the grid of Delta_u(k), in nats per token, at k = i D / ``points``."""
     units, tensors = read_bases(work, bases)
@@ -44,27 +80,41 @@ def _measure_rows(
     tensors: Mapping[str, Tensor],
     tokens: ArtifactRef,
     points: int,
+    share: Share | None = None,
 ) -> None:
-    pending = grid.pending()
+    """Measures the rows of the grid that are still to be measured, of ``share`` alone where it is given."""
+    rows = range(len(units)) if share is None else share
+    pending = [row for row in grid.pending() if row in rows]
     if not pending:
         return
-    sensitivity = open_sensitivity(work, load_model(model, work.runtime.device), units, tensors, tokens)
-    with work.progress() as progress:
-        for done, row in enumerate(pending, len(units) - len(pending)):
-            progress(done, len(units))
+    loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
+    with work.progress() as progress, placed(loaded, work.runtime) as home:
+        sensitivity = open_sensitivity(work, loaded, units, tensors, tokens, home)
+        for done, row in enumerate(pending, len(rows) - len(pending)):
+            progress(done, len(rows))
             grid.write_row(row, *measured_row(sensitivity.measure, units[row], points))
             work.keep()
-        progress(len(units), len(units))
+        progress(len(rows), len(rows))
 
 
 def open_sensitivity(
-    work: Work, model: PreTrainedModel, units: Sequence[Unit], tensors: Mapping[str, Tensor], tokens: ArtifactRef
+    work: Work,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    tensors: Mapping[str, Tensor],
+    tokens: ArtifactRef,
+    home: torch.device | None = None,
 ) -> Sensitivity:
-    """Returns what measures truncations of ``model``, on the runtime's device, by the bases ``tensors``."""
-    on_device = {name: q.to(work.runtime.device) for name, q in tensors.items()}
+    """Returns what measures truncations of ``model`` by the bases ``tensors``; ``home``: where its states wait."""
     examples = read_examples(work, tokens, model)
     return Sensitivity(
-        model, units, on_device, examples.values, micro_batch=work.runtime.micro_batch, inputs=examples.inputs
+        model,
+        units,
+        tensors,
+        examples.values,
+        micro_batch=work.runtime.micro_batch,
+        inputs=examples.inputs,
+        home=home,
     )
 
 

@@ -44,7 +44,10 @@ def locate(name_or_path: str, revision: str | None, *, partly: bool) -> tuple[Pa
             )
         return folder.resolve(), None
     if folder.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
-        raise ValueError(f"model.name_or_path={name_or_path!r}: there is no such folder")
+        raise ValueError(
+            f"model.name_or_path={name_or_path!r}: there is no such folder on this machine; name one that is, or a hub "
+            "id"
+        )
     commit = commit_of("model", name_or_path, revision)
     small = [*(i for _, i in WEIGHTS), *TOKENIZER_PATTERNS, *CONFIG_FILES, *PROCESSOR_FILES, *CODE_PATTERNS]
     small += [CARD, *LICENCE_PATTERNS, *TERMS_PATTERNS]

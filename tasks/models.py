@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,9 +32,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from lsp_core.inputs import PIXELS
+from lsp_core.offload import offloaded
 from storage.digest import canonical_json, digest_bytes, digest_file
 from storage.remembered import DigestMemory
-from tasks.caching import Source
+from tasks.caching import Runtime, Source
 from tasks.model_files import (
     VOCABULARY_PATTERNS,
     digest_parts,
@@ -59,6 +61,7 @@ HEADS: dict[ModelTask, Any] = {  # transformers' own lists: model_type -> class 
     "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image-classification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
+LOADING = RLock()  # transformers sets defaults of the whole process while it loads a model
 POOLING = "add_pooling_layer"  # of encoders whose pooler is no part of every checkpoint
 
 
@@ -224,14 +227,15 @@ def _check_task(name: str, config: PreTrainedConfig, task: ModelTask) -> None:
         raise ValueError(f"model.task={task}: {name}, a {named}, reads the tokens that it predicts: {remedy}")
 
 
-def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
+def load_model(source: ModelSource, device: str = "cpu", *, offload: bool = False) -> PreTrainedModel:
     """Returns the model, in evaluation mode, on ``device``, every parameter frozen.
 
+    With ``offload`` in host memory, to be used inside ``placed``.
     Errors: ``ValueError`` if the checkpoint cannot be read, if it lacks a weight that the model needs or holds it in
     another shape, or if a weight is NaN or infinite.
     """
     try:
-        with _silent():
+        with LOADING, _silent():
             model, info = _load(source)
             has_option = POOLING in signature(type(model).__init__).parameters
             if source.task == "encoder" and info["missing_keys"] and has_option:
@@ -249,8 +253,21 @@ def load_model(source: ModelSource, device: str = "cpu") -> PreTrainedModel:
                 f"{source.folder}: weight {name} holds a NaN or an infinity: the checkpoint is broken, get it again"
             )
         parameter.requires_grad_(False)
-    moved: PreTrainedModel = model.eval().to(device)
+    moved: PreTrainedModel = model.eval().to("cpu" if offload else device)
     return moved
+
+
+@contextmanager
+def placed(model: PreTrainedModel, runtime: Runtime) -> Iterator[torch.device | None]:
+    """Has ``model`` run on the runtime's device, with offload one block at a time; yields where all else waits then.
+
+    That is None without offload: everything stays on the device.
+    """
+    if not runtime.offload:
+        yield None
+        return
+    with offloaded(model, runtime.device):
+        yield torch.device("cpu")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def open_store(place: str, *, verify: bool = False, writable: bool = True) -> St
     if not place.startswith(BLOCK):
         return Store(place, verify=verify, writable=writable)
     block = _block(place)
-    return Store(block.basepath, verify=verify, writable=writable, options=block.settings)
+    return Store(block.basepath, verify=verify, writable=writable, options=block.settings, place=place)
 
 
 def results_storage(place: str, store: Store) -> Any:

@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 from uuid import UUID
@@ -18,10 +18,14 @@ SECONDS_BETWEEN_ARTIFACT_UPDATES = 5.0
 
 
 class Progress:
-    """Shows how far a piece of work has come: call it with what is done, the total, and what to show beside them."""
+    """Shows how far a piece of work has come: call it with what is done, the total, and what to show beside them.
 
-    def __init__(self, label: str, *, terminal: bool | None = None) -> None:
+    ``check`` is called first, and may raise to end the work.
+    """
+
+    def __init__(self, label: str, *, terminal: bool | None = None, check: Callable[[], None] | None = None) -> None:
         self.label = label
+        self._check = check
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._bar: tqdm | None = None  # type: ignore[type-arg]
         self._artifact: UUID | None = None
@@ -37,6 +41,8 @@ class Progress:
             self._bar.close()
 
     def __call__(self, done: int, total: int, values: Mapping[str, float] | None = None) -> None:
+        if self._check is not None:
+            self._check()
         now = time.monotonic()
         shown = ", ".join(f"{name} {value:.4g}" for name, value in (values or {}).items())
         if self._terminal:

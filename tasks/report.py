@@ -20,7 +20,7 @@ from tasks.efficiency import (
 )
 from tasks.evaluate import read_evaluation
 from tasks.gather import LEFT_ALONE
-from tasks.markdown import markdown_table
+from tasks.markdown import Rows, markdown_table
 from tasks.merge import MERGE
 from tasks.metrics import Metric, metric_of
 from tasks.models import ModelSource
@@ -164,30 +164,29 @@ def markdown(content: dict[str, Any]) -> str:
         "",
         *table(content),
     ]
-    lines += ["", "## Learning rates", "", *_sweeps(results)] if _swept(results) else []
+    lines += ["", "## Learning rates", "", *markdown_table(*sweep_rows(results))] if is_swept(results) else []
     lines += _pictures(content)
-    drawn = [seed for seed in content.get("seeds", [None]) if is_drawn(content, seed)]
-    lines += efficiency_section(content, [_seeded(PARETO, seed) for seed in drawn])
+    lines += efficiency_section(content, paretos(content))
     for key, title in ACCURACIES.items():
         if dense.get(key):
-            lines += ["", f"## {title}", "", *_accuracies(content, key)]
+            lines += ["", f"## {title}", "", *markdown_table(*accuracy_rows(content, key))]
     if content["left_alone"]:
-        lines += ["", "## Left alone", "", *left_alone(content)]
+        lines += ["", "## Left alone", ""]
+        lines += [f"- `{name}` ({count}): {reason}" for (name, reason), count in left_alone(content).items()]
     if content["prompt"] is not None:
-        highest = max(group[0]["ratio"] for group in by_target(results))
-        lines += ["", "## One prompt, continued", "", "```text", side_by_side(content, highest), "```"]
+        lines += ["", "## One prompt, continued", "", "```text", side_by_side(content, highest_ratio(results)), "```"]
     if "stages" in content:
         lines += ["", "## Stages of this run", "", *stage_table(content["stages"])]
     return "\n".join(lines) + "\n"
 
 
-def left_alone(content: dict[str, Any]) -> list[str]:
-    """Returns which matrices of the blocks are no part of a unit, those of all blocks in one line."""
+def left_alone(content: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Returns which matrices of the blocks are no part of a unit: how many there are, by name and reason."""
     found: dict[tuple[str, str], int] = {}
     for name, reason in content["left_alone"].items():
         kind = re.sub(r"\.\d+\.", ".*.", name), reason
         found[kind] = found.get(kind, 0) + 1
-    return [f"- `{name}` ({count}): {reason}" for (name, reason), count in found.items()]
+    return found
 
 
 def explanation(metric: Metric) -> str:
@@ -202,7 +201,12 @@ def explanation(metric: Metric) -> str:
 
 
 def table(content: dict[str, Any]) -> list[str]:
-    """Returns the table of results as Markdown lines, a row a target; of several seeds mean ± standard deviation."""
+    """Returns the table of results as Markdown lines."""
+    return markdown_table(*result_rows(content))
+
+
+def result_rows(content: dict[str, Any]) -> Rows:
+    """Returns the results, a row a target; of several seeds mean ± standard deviation."""
     dense, groups = content["dense"], by_target(content["results"])
     metric = metric_of(dense)
     columns: dict[str, tuple[str, str]] = {  # title -> figure, template
@@ -215,7 +219,7 @@ def table(content: dict[str, Any]) -> list[str]:
         "LSP": (metric.name, metric.template),
     }
     own = {"parameters": f"{dense['parameters']:,}", "LSP": metric.template.format(dense[metric.name])}
-    rate = ["rate"] if _swept(content["results"]) else []
+    rate = ["rate"] if is_swept(content["results"]) else []
     rows = [["dense", *(own.get(title, "") for title in columns), "", "", *("" for _ in rate)]]
     for group in groups:
         figures = [spread([result[name] for result in group], template) for name, template in columns.values()]
@@ -223,11 +227,16 @@ def table(content: dict[str, Any]) -> list[str]:
         row = [target_label(group[0]), *figures, group[0]["objective"], ", ".join(dict.fromkeys(epochs))]
         rates = dict.fromkeys(f"{result['learning_rate']:g}" for result in group) if rate else {}
         rows.append([*row, *([", ".join(rates)] if rate else [])])
-    return markdown_table(["removed", *columns, "objective", "epochs", *rate], rows)
+    return ["removed", *columns, "objective", "epochs", *rate], rows
 
 
 def stage_table(stages: Sequence[dict[str, Any]]) -> list[str]:
     """Returns what became of each stage of a run as Markdown lines."""
+    return markdown_table(*stage_rows(stages))
+
+
+def stage_rows(stages: Sequence[dict[str, Any]]) -> Rows:
+    """Returns what became of each stage of a run."""
     rows = [
         [
             stage["label"],
@@ -238,15 +247,16 @@ def stage_table(stages: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for stage in stages
     ]
-    return markdown_table(["stage", "state", "seconds", "key", "computed because"], rows)
+    return ["stage", "state", "seconds", "key", "computed because"], rows
 
 
-def _swept(results: Sequence[Result]) -> bool:
+def is_swept(results: Sequence[Result]) -> bool:
+    """Whether several learning rates were tried."""
     return any("sweep" in result for result in results)
 
 
-def _sweeps(results: Sequence[Result]) -> list[str]:
-    """Returns what every learning rate validated at, for each target, as Markdown lines."""
+def sweep_rows(results: Sequence[Result]) -> Rows:
+    """Returns what every learning rate validated at, for each target."""
     seeds = any("seed" in result for result in results)
     header = ["removed", "objective", *(["seed"] if seeds else []), "rate", "validated on", "validation", "best epoch"]
     rows = []
@@ -257,43 +267,61 @@ def _sweeps(results: Sequence[Result]) -> list[str]:
             kept = "diverged" if "diverged" in tried and not kept else kept
             figures = [f"{tried['learning_rate']:g}", result["validated_on"], f"{tried['validation']:.4g}"]
             rows.append([*target, *figures, str(tried["best_epoch"]), kept])
-    return markdown_table([*header, ""], rows)
+    return [*header, ""], rows
 
 
 def _pictures(content: dict[str, Any]) -> list[str]:
-    measured = any(result["kl_sum_of_isolated"] is not None for result in content["results"])
     lines = []
     for seed in content.get("seeds", [None]):
         of_seed = "" if seed is None else f", seed {seed}"
-        lines += ["", f"![retained ranks{of_seed}]({_seeded(RANKS, seed)})"]
-        lines += ["", f"![KL curves{of_seed}]({_seeded(CURVES, seed)})"] if measured else []
+        lines += ["", f"![retained ranks{of_seed}]({seeded(RANKS, seed)})"]
+        lines += ["", f"![KL curves{of_seed}]({seeded(CURVES, seed)})"] if has_curves(content) else []
     return lines
 
 
-def _seeded(path: str, seed: int | None) -> str:
+def has_curves(content: dict[str, Any]) -> bool:
+    """Whether ranks were allocated by a measured grid."""
+    return any(result["kl_sum_of_isolated"] is not None for result in content["results"])
+
+
+def paretos(content: dict[str, Any]) -> list[str]:
+    """Returns where the pictures of quality against costs are, one a seed."""
+    return [seeded(PARETO, seed) for seed in content.get("seeds", [None]) if is_drawn(content, seed)]
+
+
+def seeded(path: str, seed: int | None) -> str:
     """Returns where a file of one seed is among those of several; None: of a run without others."""
     folder, _, name = path.rpartition("/")
     return path if seed is None else f"{folder}/seed-{seed}/{name}"
 
 
-def _accuracies(content: dict[str, Any], key: str) -> list[str]:
+def accuracy_rows(content: dict[str, Any], key: str) -> Rows:
+    """Returns the accuracies that ``ACCURACIES`` calls by ``key``: a column a task, rows before and after training."""
     dense = content["dense"][key]
     rows = [["dense", "", *(_accuracy([dense], name) for name in dense)]]
     for group in by_target(content["results"]):
         for label, figures in (("NoLSP", f"{key}_init"), (model_label(group[0]["objective"]), key)):
             accuracies = [_accuracy([result[figures] for result in group], name) for name in dense]
             rows.append([label, f"{group[0]['ratio']:.0%}", *accuracies])
-    return markdown_table(["model", "removed", *dense], rows)
+    return ["model", "removed", *dense], rows
 
 
 def side_by_side(content: dict[str, Any], ratio: float) -> str:
-    """Returns the prompt's continuations by the dense model, NoLSP and LSP at ``ratio``."""
+    """Returns the prompt and its ``continuations`` at ``ratio`` for people."""
+    lines = [f"{label}\n{_indented(text)}" for label, text in continuations(content, ratio).items()]
+    return "\n\n".join([f"prompt\n{_indented(content['prompt'])}", *lines])
+
+
+def highest_ratio(results: Sequence[Result]) -> float:
+    """Returns the highest ratio of the targets, of several seeds the first's."""
+    return max(float(group[0]["ratio"]) for group in by_target(results))
+
+
+def continuations(content: dict[str, Any], ratio: float) -> dict[str, str]:
+    """Returns how the dense model, NoLSP and LSP at ``ratio`` continue the prompt, by what they are called."""
     results = [group[0] for group in by_target(content["results"]) if group[0]["ratio"] == ratio]
     shown = {"dense": content["dense"]["continuation"], f"NoLSP at {ratio:.0%}": results[0]["continuation_init"]}
-    shown |= {f"{model_label(result['objective'])} at {ratio:.0%}": result["continuation"] for result in results}
-    lines = [f"prompt\n{_indented(content['prompt'])}"]
-    lines += [f"{label}\n{_indented(text)}" for label, text in shown.items()]
-    return "\n\n".join(lines)
+    return shown | {f"{model_label(result['objective'])} at {ratio:.0%}": result["continuation"] for result in results}
 
 
 def _indented(text: str) -> str:

@@ -2,7 +2,10 @@
 
 The key is computed before the Prefect task is called, so that an input that cannot be hashed raises. Whether the task
 is a hit is the store's word, not Prefect's: where the store has the artifact, Prefect's own record is written to match,
-and the run shows as ``Cached``; where it has not, the record is overwritten.
+and the run shows as ``Cached``; where it has not, no record is read or written, of a failure neither.
+
+States: ``Cached``, ``Completed``, ``Failed``; ``TimedOut`` after the time that a stage may take. Only what may pass by
+itself, an error of the store or the hub, is tried again.
 """
 
 import logging
@@ -15,12 +18,13 @@ from uuid import uuid4
 
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
 from prefect import task
-from prefect.cache_policies import CachePolicy
+from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect.results import ResultStore
 from prefect.serializers import JSONSerializer
+from prefect.task_engine import TaskRunTimeoutError
 from prefect.tasks import Task
 
 from storage import faults
@@ -29,6 +33,7 @@ from storage.manifest import ArtifactRef, RunName
 from storage.runs import Needed, RunRecord, new_run, write_run
 from storage.store import Store
 from tasks.caching import Arguments, Runtime, Stage, clear_left, split
+from tasks.fanout import Workers
 from tasks.places import open_store, results_storage
 from tasks.reasons import begun, why
 
@@ -50,6 +55,10 @@ class StageRecord:
     reason: str | None
 
 
+class StageTimeout(TimeoutError):  # noqa: N818  (as its state is named)
+    """A stage that took longer than it may; the work that it has kept is gone on from."""
+
+
 class StoreDecides(CachePolicy):
     """The key that the caller computed; it never depends on the run or on the code's text."""
 
@@ -60,20 +69,26 @@ class StoreDecides(CachePolicy):
 
 
 def may_pass(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Whether a failure may pass by itself: an input/output error of the store or the hub, never a wrong value."""
+    """Whether a failure may pass by itself: an error of the store or the hub, not a wrong value or too little time."""
     error = state.data
-    if not isinstance(error, BaseException) or isinstance(error, RepositoryNotFoundError):
+    if not isinstance(error, BaseException) or isinstance(error, (RepositoryNotFoundError, TaskRunTimeoutError)):
         return False
     return isinstance(error, (StoreUnavailable, HTTPError)) or faults.may_pass(error)
 
 
 @dataclass(kw_only=True)
 class Stages:
-    """Runs stages against the store at ``place`` and records what became of each."""
+    """Runs stages against the store at ``place`` and records what became of each.
+
+    ``timeout_minutes``: how long one attempt at a stage may take; None: as long as it does. ``workers``: who shares the
+    work of stages that can be shared out; None: each stage does all of its own.
+    """
 
     place: str
     runtime: Runtime
     verify: bool = False
+    timeout_minutes: float | None = None
+    workers: Workers | None = None
     records: list[StageRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,7 +101,7 @@ class Stages:
         """Runs ``stage``, or takes its artifact from the store; returns the reference. A second call does nothing.
 
         ``label`` tells two runs of one stage apart; ``hints`` are arguments that cannot change the result, and are in
-        no key. Errors: whatever the stage raises.
+        no key. Errors: whatever the stage raises; ``StageTimeout``.
         """
         hints = hints or {}
         signature(stage.function).bind(None, **arguments, **hints)
@@ -102,10 +117,13 @@ class Stages:
         if found is None:
             reason = why(self.store, stage, inputs, settings) + begun(self.store, key)
             log.info("%s: computing (%s)", label, reason)
+            if self.workers is not None:
+                work = {**inputs, **settings, **hints}
+                self.workers.share_out(stage, self.store, key, label, self.place, self.runtime, work, self._seconds())
         else:
             clear_left(self.store, key)
             self._write_result(found, key)
-        state = _task_of(stage).with_options(refresh_cache=found is None, result_storage=self._results)(
+        state = self._task_of(stage, cached=found is not None)(
             key,
             label,
             self.place,
@@ -117,6 +135,11 @@ class Stages:
             self._run_name(),
             return_state=True,
         )
+        if isinstance(state.data, TaskRunTimeoutError):
+            raise StageTimeout(
+                f"{label} took longer than stage_timeout_minutes={self.timeout_minutes:g}: its work is kept; raise the "
+                "setting and run again, it goes on from there"
+            )
         ref = ArtifactRef.model_validate(state.result(raise_on_failure=True))
         seconds = round(time.monotonic() - started, 2)
         self.records.append(
@@ -130,6 +153,45 @@ class Stages:
         """Puts on record that this run is at its end, and what it needed."""
         self.run_record = self.run_record.model_copy(update={"finished": True})
         write_run(self.store, self.run_record)
+
+    def _task_of(self, stage: Stage, *, cached: bool) -> Task[..., Any]:
+        """Returns ``stage`` as a task: one that reads Prefect's record, or one that computes and leaves none."""
+
+        def body(
+            key: str,
+            label: str,
+            place: str,
+            verify: bool,
+            runtime: Runtime,
+            inputs: Arguments,
+            settings: Arguments,
+            hints: Arguments,
+            run: RunName,
+        ) -> dict[str, Any]:
+            store = open_store(place, verify=verify)
+            return stage.compute(store, key, label, runtime, inputs, settings, hints, run).model_dump()
+
+        body.__doc__ = stage.__doc__
+        return task(
+            body,
+            name=stage.name,
+            task_run_name="{label}",
+            version=str(stage.version),
+            cache_policy=StoreDecides() if cached else NO_CACHE,
+            persist_result=cached,
+            refresh_cache=False,
+            result_storage=self._results,
+            result_serializer=PLAIN_JSON,
+            cache_result_in_memory=False,
+            timeout_seconds=self._seconds(),
+            retries=len(RETRY_DELAYS),
+            retry_delay_seconds=RETRY_DELAYS,
+            retry_condition_fn=may_pass,
+        )
+
+    def _seconds(self) -> float | None:
+        """Returns how long an attempt at a stage may take."""
+        return None if self.timeout_minutes is None else 60 * self.timeout_minutes
 
     def _need(self, kind: str, key: str, *, on_record: bool) -> None:
         needs = (*self.run_record.needs, Needed(kind=kind, key=key))
@@ -149,37 +211,6 @@ class Stages:
         results = ResultStore(result_storage=storage, serializer=PLAIN_JSON, cache_result_in_memory=False)
         record = results.create_result_record(ref.model_dump(), key=_result_key(key))
         self.store.files.write(_result_key(key), record.serialize())
-
-
-def _task_of(stage: Stage) -> Task[..., Any]:
-    def body(
-        key: str,
-        label: str,
-        place: str,
-        verify: bool,
-        runtime: Runtime,
-        inputs: Arguments,
-        settings: Arguments,
-        hints: Arguments,
-        run: RunName,
-    ) -> dict[str, Any]:
-        store = open_store(place, verify=verify)
-        return stage.compute(store, key, label, runtime, inputs, settings, hints, run).model_dump()
-
-    body.__doc__ = stage.__doc__
-    return task(
-        body,
-        name=stage.name,
-        task_run_name="{label}",
-        version=str(stage.version),
-        cache_policy=StoreDecides(),
-        persist_result=True,
-        result_serializer=PLAIN_JSON,
-        cache_result_in_memory=False,
-        retries=len(RETRY_DELAYS),
-        retry_delay_seconds=RETRY_DELAYS,
-        retry_condition_fn=may_pass,
-    )
 
 
 def _result_key(key: str) -> str:

@@ -26,10 +26,12 @@ DECORATOR = "tasks.caching.stage"
 INFRASTRUCTURE = (
     # when a stage runs, where its output is kept and what is shown meanwhile, never what is in it
     "tasks.caching",
+    "tasks.launch",
     "tasks.places",
     "tasks.progress",
     "tasks.reasons",
     "tasks.running",
+    "tasks.shares",
     "tasks.versions",
     "lsp_core",  # the package alone, not what is in it: makes transformers know our classes
     # how files and manifests are kept, found again and freed; what is in them is made by storage.grid and

@@ -1,24 +1,33 @@
 """teacher and train: the dense model's outputs, computed once, and the projectors trained to match them."""
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from lsp_core.distributed import Group
 from lsp_core.divergence import TeacherStatistic
 from lsp_core.readout import Readout
 from lsp_core.teacher import FIELDS, cache_teacher
-from lsp_core.training import train_projectors
+from lsp_core.training import Sharding, TrainingProgress, TrainingResult, train_projectors
 from lsp_core.training_settings import TrainingSettings, default_learning_rate
+from lsp_core.units import Unit
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
-from tasks.examples import LabelUse, read_examples
+from tasks.examples import Examples, LabelUse, read_examples
+from tasks.launch import in_processes_of_their_own, launch_training
 from tasks.models import ModelSource, load_model
 
 HISTORY = "training.json"
+CHECKPOINT = "checkpoint"
 log = logging.getLogger(__name__)
 
 
@@ -67,38 +76,93 @@ def train(
     ``learning_rate``: none is the default for the model's size. ``dense_outputs``, a hint: as ``teacher`` publishes
     them; without them they are recomputed for each micro-batch.
     """
-    units, tensors = read_bases(work, bases)
-    loaded = load_model(model, work.runtime.device)
-    rate = learning_rate or default_learning_rate(sum(p.numel() for p in loaded.parameters()))
-    chosen = TrainingSettings(objective=objective, learning_rate=rate, micro_batch=work.runtime.micro_batch, **settings)
-    kept = {} if dense_outputs is None else load_tensors(work.folder(dense_outputs))
-    statistic = TeacherStatistic(**kept) if kept else None
-    removed = read_removed(work, allocation)
-    labels: LabelUse = "where known" if model.task == "image-classification" else "ignored"
-    examples, held_out = (read_examples(work, ref, loaded, labels=labels) for ref in (tokens, validation))
+    inputs = {"bases": bases, "allocation": allocation, "tokens": tokens, "validation": validation}
+    if dense_outputs is not None:
+        inputs["dense_outputs"] = dense_outputs
+    settings |= {"objective": objective, "learning_rate": learning_rate}
+    if in_processes_of_their_own(work.runtime.launch):
+        launch_training(work, model, inputs, settings)
+        return
+    training = load_training(work, work.runtime.device, model, inputs, settings)
     with work.progress() as progress:
-        result = train_projectors(
-            loaded,
-            units,
-            tensors,
-            removed,
-            examples.values,
-            held_out.values,
-            chosen,
-            inputs=examples.inputs,
-            labels=examples.labels,
-            validation_labels=held_out.labels,
-            teacher=statistic,
-            work=work.scratch / "checkpoint",
+        result = training.run(work.scratch, progress, work.keep)
+    training.write(work.output, work.label, result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a training needs, in memory."""
+
+    model: PreTrainedModel
+    units: list[Unit]
+    bases: Mapping[str, Tensor]
+    removed: dict[str, int]
+    examples: Examples
+    validation: Examples
+    teacher: TeacherStatistic | None
+    settings: TrainingSettings
+
+    def run(
+        self,
+        scratch: Path,
+        progress: TrainingProgress | None,
+        on_checkpoint: Callable[[], None] | None,
+        group: Group | None = None,
+        sharding: Sharding = "replicated",
+    ) -> TrainingResult:
+        """Trains, from the last checkpoint in ``scratch`` if there is one, alone or as one process of a ``group``."""
+        return train_projectors(
+            self.model,
+            self.units,
+            self.bases,
+            self.removed,
+            self.examples.values,
+            self.validation.values,
+            self.settings,
+            inputs=self.examples.inputs,
+            labels=self.examples.labels,
+            validation_labels=self.validation.labels,
+            teacher=self.teacher,
+            work=scratch / CHECKPOINT,
             progress=progress,
-            on_checkpoint=work.keep,
+            on_checkpoint=on_checkpoint,
+            group=group,
+            sharding=sharding,
         )
-    save_tensors(work.output, result.vectors)
-    record = {"metric": result.metric, "best_epoch": result.best_epoch, "history": result.history}
-    if result.diverged is not None:
-        log.warning("%s: %s; its best epoch is kept", work.label, result.diverged)
-        record["diverged"] = result.diverged
-    write_json(work.output / HISTORY, record | {"settings": chosen.recorded()})
+
+    def write(self, output: Path, label: str, result: TrainingResult) -> None:
+        """Writes what the stage publishes."""
+        save_tensors(output, result.vectors)
+        record = {"metric": result.metric, "best_epoch": result.best_epoch, "history": result.history}
+        if result.diverged is not None:
+            log.warning("%s: %s; its best epoch is kept", label, result.diverged)
+            record["diverged"] = result.diverged
+        write_json(output / HISTORY, record | {"settings": self.settings.recorded()})
+
+
+def load_training(
+    work: Work, device: str, model: ModelSource, inputs: Mapping[str, ArtifactRef], settings: Mapping[str, Any]
+) -> Training:
+    """Returns what the stage's ``inputs`` and ``settings`` name, with the model on ``device``.
+
+    Errors: ``ValueError``, ``OSError`` where it cannot be read.
+    """
+    units, tensors = read_bases(work, inputs["bases"])
+    loaded = load_model(model, device)
+    rate = settings["learning_rate"] or default_learning_rate(sum(p.numel() for p in loaded.parameters()))
+    chosen = TrainingSettings(**{**settings, "learning_rate": rate}, micro_batch=work.runtime.micro_batch)
+    kept = load_tensors(work.folder(inputs["dense_outputs"])) if "dense_outputs" in inputs else {}
+    labels: LabelUse = "where known" if model.task == "image-classification" else "ignored"
+    return Training(
+        model=loaded,
+        units=units,
+        bases=tensors,
+        removed=read_removed(work, inputs["allocation"]),
+        examples=read_examples(work, inputs["tokens"], loaded, labels=labels),
+        validation=read_examples(work, inputs["validation"], loaded, labels=labels),
+        teacher=TeacherStatistic(**kept) if kept else None,
+        settings=chosen,
+    )
 
 
 def teacher_bytes(model: ModelSource, sequences: int, length: int, hidden_size: int) -> int:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,15 @@ from threading import Thread
 import numpy as np
 import prefect
 import yaml
-from safetensors import SafetensorError, safe_open
+from filelock import FileLock
 
 from flows.config import CompressConfig
+from lsp_core.checkpoint import FIELDS, SLOTS, read_fields
+from lsp_core.durable import DamagedFileError
 from storage.digest import digest_folder
 from storage.grid import MEASURED, SKIPPED, KLGrid
+from storage.store import Store
+from storage.upkeep import verify
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # until a run must have come as far as it is waited for
@@ -149,13 +153,16 @@ def measured_rows(store: Path) -> list[int]:
 
 def trained_steps(store: Path) -> int:
     """Returns the optimizer steps in the newest checkpoint of an unfinished ``train``, 0 where there is none."""
-    for path in store.glob("work/*/checkpoint/training.safetensors"):
-        try:
-            with safe_open(path, framework="np") as file:
-                return int(json.loads(file.metadata()["state"])["step"])
-        except (FileNotFoundError, SafetensorError):  # the stage ended meanwhile
-            continue
-    return 0
+    return max(map(saved_steps, store.glob("work/*")), default=0)
+
+
+def saved_steps(work: Path) -> int:
+    """Returns the optimizer steps in the newest checkpoint of the work of one stage, 0 where there is none."""
+    steps = [0]
+    for slot in SLOTS:
+        with suppress(DamagedFileError):  # the stage ended meanwhile, or the slot is written anew
+            steps.append(int(read_fields(work / "checkpoint" / slot / FIELDS)["step"]))
+    return max(steps)
 
 
 def digests(store: Path) -> dict[str, str]:
@@ -178,3 +185,15 @@ def assert_same(folder: Path, reference: Path) -> None:
     assert set(np.unique(grid["status"])) <= {MEASURED, SKIPPED}
     checkpoints = [digest_folder(place / "output" / "checkpoints" / "0.3-kl") for place in (folder, reference)]
     assert checkpoints[0] == checkpoints[1]
+
+
+def assert_one_copy(store: Path) -> None:
+    """There is one whole payload of each digest, nothing unfinished, and no lock that anybody holds."""
+    kept = digests(store)
+    assert {path.name for path in (store / "payload").iterdir()} == set(kept.values())
+    assert verify(Store(str(store))) == (len(kept), [])
+    assert [path for path in (store / "work").iterdir() if path.is_dir()] == []
+    for path in store.rglob("*.lock"):
+        with FileLock(path).acquire(blocking=False):
+            pass
+    assert list(store.rglob("*.tmp")) == []

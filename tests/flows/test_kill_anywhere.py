@@ -22,7 +22,7 @@ from lsp_core.durable import read_checked
 from storage.runs import read_runs
 from storage.store import Store
 from storage.upkeep import delete, find_garbage
-from tests.flows.processes import Run, assert_same, digests, starting
+from tests.flows.processes import Run, assert_same, digests, saved_steps, starting
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.usefixtures("prefect_server")]
 Make = Callable[..., CompressConfig]
@@ -42,7 +42,7 @@ TEACHER = "train teacher"
 BETWEEN = "between stages"
 STAGES = {"calibrate", "gather", "bases", "measure", "allocate", "train", "merge", "evaluate", "report"}
 PIECES = ("grid/status/c/*/0", "bases/*.safetensors", "teacher/*.safetensors")  # of unfinished stages
-CHECKPOINTS = {"checkpoint/grams.safetensors": "sequences", "checkpoint/training.safetensors": "step"}
+SUMS = "work/*/checkpoint/grams.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Left:
     """What a killed run left in the store: its artifacts, and how far unfinished stages have come.
 
     ``pieces``: the inode of every finished piece by name; one that is written again has another. ``saved``: steps or
-    sequences in the newest checkpoint, which reads, by the stage's key.
+    sequences in the newest whole checkpoint, by the stage's key.
     """
 
     artifacts: dict[str, str]
@@ -63,11 +63,8 @@ class Left:
         return cls(
             artifacts=digests(store),
             pieces={path.relative_to(store / "work").as_posix(): path.stat().st_ino for path in pieces},
-            saved={
-                path.relative_to(store / "work").parts[0]: read_checked(path).fields[counted]
-                for name, counted in CHECKPOINTS.items()
-                for path in store.glob(f"work/*/{name}")
-            },
+            saved={path.parts[-3]: read_checked(path).fields["sequences"] for path in store.glob(SUMS)}
+            | {work.name: steps for work in store.glob("work/*") if (steps := saved_steps(work)) > 0},
         )
 
     def is_published(self, key: str) -> bool:

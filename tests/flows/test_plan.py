@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ import flows.plan
 from flows.cli import main
 from flows.compress import compress
 from flows.config import CompressConfig
-from flows.plan import plan
+from flows.estimates import Estimates
+from flows.graph import build
+from flows.plan import Planner, plan
+from flows.prepared import prepare
+from tasks.places import open_store
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 Make = Callable[..., CompressConfig]
@@ -116,6 +121,23 @@ def test_what_cannot_fit_has_an_exit_status_of_its_own(
     assert "DOES NOT FIT: " in capsys.readouterr().out
 
 
+def test_what_does_not_fit_is_told_which_setting_makes_it_fit(tiny_config: Make, tmp_path: Path) -> None:
+    prepared = replace(prepare(tiny_config(tmp_path), partly=True), device="cuda")
+    store = open_store(prepared.config.store, verify=False, writable=False)
+    estimates = Estimates(prepared, store)
+    planner = Planner(store=store, estimates=estimates)
+    build(planner, prepared)
+    peaks = {step.label: cost.peak_bytes for step, cost in planner.costs if cost is not None}
+    for label in ("gather", "bases", "measure"):
+        assert estimates.remedy(*planner.asked[label], peaks[label] - 1) == "set offload: true"
+        assert estimates.remedy(*planner.asked[label], 100) is None
+    train = estimates.remedy(*planner.asked["train 0.3-kl"], peaks["train 0.3-kl"] - 1)
+    assert train is not None
+    assert train.startswith("set training.sharding: sharded and training.num_processes: ")
+    assert estimates.remedy(*planner.asked["train 0.3-kl"], 100) is None
+    assert estimates.remedy(*planner.asked["merge 0.3-kl"], 0) is None
+
+
 def test_a_plan_for_people_states_the_rates_it_rests_on(
     tiny_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,4 +151,7 @@ def test_a_plan_for_people_states_the_rates_it_rests_on(
 def test_a_mistake_is_one_line(tiny_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(tmp_path, model={"name_or_path": "/no/such/model"})
     assert main(["plan", written(config, tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: model.name_or_path='/no/such/model': there is no such folder\n"
+    assert capsys.readouterr().err == (
+        "error: model.name_or_path='/no/such/model': there is no such folder on this machine; name one that is, "
+        "or a hub id\n"
+    )

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from flows.config import CompressConfig
 from storage.store import Store
-from storage.upkeep import verify
-from tests.flows.processes import Run, digests, starting
+from tests.flows.processes import Run, assert_one_copy, digests, starting
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 Make = Callable[..., CompressConfig]
@@ -41,18 +39,6 @@ def both(runs: list[Run], store: Path) -> dict[str, set[int]]:
     assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
     look()
     return written
-
-
-def assert_one_copy(store: Path) -> None:
-    """There is one whole payload of each digest, nothing unfinished, and no lock that anybody holds."""
-    kept = digests(store)
-    assert {path.name for path in (store / "payload").iterdir()} == set(kept.values())
-    assert verify(Store(str(store))) == (len(kept), [])
-    assert [path for path in (store / "work").iterdir() if path.is_dir()] == []
-    for path in store.rglob("*.lock"):
-        with FileLock(path).acquire(blocking=False):
-            pass
-    assert list(store.rglob("*.tmp")) == []
 
 
 def report(folder: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_blocks_out_of_order_are_measured_where_nothing_is_streamed(monkeypatch)
     in_order = [sensitivity.measure(unit.name, case.removed[unit.name]) for unit in (first, last)]
     with pytest.raises(ValueError, match="go in order"):
         sensitivity.measure(first.name, case.removed[first.name])
-    sensitivity.streamed = False
+    sensitivity.stream.possible = False
     out_of_order = [sensitivity.measure(unit.name, case.removed[unit.name]) for unit in (last, first)]
     assert out_of_order == pytest.approx(in_order[::-1], rel=1e-4)
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from lsp_core.checkpoint import FILE, PREVIOUS
-from lsp_core.durable import read_checked
+from lsp_core.checkpoint import FIELDS, SLOTS, UNFINISHED, read_fields
 from lsp_core.training import Trainer, train_projectors
 from lsp_core.training_settings import TrainingSettings
 
@@ -50,7 +50,23 @@ def assert_same(result, expected):
 
 
 def steps_kept(folder):
-    return {path.name: read_checked(path).fields["step"] for path in folder.iterdir()}
+    """Returns the steps of the checkpoints, the newest first."""
+    assert {path.name for path in folder.iterdir()} <= set(SLOTS)
+    return sorted((read_fields(path / FIELDS)["step"] for path in folder.iterdir()), reverse=True)
+
+
+def slots(folder):
+    """Returns the folders of the checkpoints, the newest first."""
+    return sorted(folder.iterdir(), key=lambda path: -read_fields(path / FIELDS)["step"])
+
+
+def tensors_in(slot):
+    (path,) = slot.glob("*.safetensors")
+    return path
+
+
+def fields_in(slot):
+    return slot / FIELDS
 
 
 @pytest.fixture
@@ -97,7 +113,7 @@ def test_a_checkpoint_after_steps_minutes_and_epochs(prepare, tmp_path, uninterr
         prepare("llama"),
         settings,
         work=tmp_path,
-        on_checkpoint=lambda: written.append(read_checked(tmp_path / FILE).fields["step"]),
+        on_checkpoint=lambda: written.append(steps_kept(tmp_path)[0]),
     )
     assert written == expected
     assert_same(result, uninterrupted)
@@ -119,7 +135,7 @@ def test_minutes_count_from_the_last_checkpoint(prepare, tmp_path, monkeypatch):
         prepare("llama"),
         settings,
         work=tmp_path,
-        on_checkpoint=lambda: written.append(read_checked(tmp_path / FILE).fields["step"]),
+        on_checkpoint=lambda: written.append(steps_kept(tmp_path)[0]),
     )
     assert written == [0, 2, 4, 6]
 
@@ -127,16 +143,16 @@ def test_minutes_count_from_the_last_checkpoint(prepare, tmp_path, monkeypatch):
 def test_the_last_two_are_kept(prepare, tmp_path):
     case = prepare("llama")
     train_until(case, 5, tmp_path)
-    assert steps_kept(tmp_path) == {FILE: 5, PREVIOUS: 4}
+    assert steps_kept(tmp_path) == [5, 4]
     train(case, work=tmp_path)
-    assert steps_kept(tmp_path) == {FILE: 6, PREVIOUS: 5}
+    assert steps_kept(tmp_path) == [6, 5]
 
 
 def test_the_initial_validation_is_not_repeated(prepare, tmp_path, monkeypatch, uninterrupted):
     case = prepare("llama")
     settings = dataclasses.replace(SETTINGS, checkpoint_steps=100)
     train_until(case, 1, tmp_path, settings)
-    assert steps_kept(tmp_path) == {FILE: 0}
+    assert steps_kept(tmp_path) == [0]
     validated = []
     validate = Trainer._validate
     monkeypatch.setattr(Trainer, "_validate", lambda self: (validated.append(1), validate(self))[1])
@@ -145,15 +161,17 @@ def test_the_initial_validation_is_not_repeated(prepare, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_falls_back_on_the_one_before(prepare, tmp_path, caplog, uninterrupted, damage):
+@pytest.mark.parametrize("part", [tensors_in, fields_in])
+def test_a_damaged_newest_falls_back_on_the_one_before(prepare, tmp_path, caplog, uninterrupted, damage, part):
     case = prepare("llama")
     train_until(case, 5, tmp_path)
-    damage(tmp_path / FILE)
+    newest = slots(tmp_path)[0]
+    damage(part(newest))
     started = []
     with caplog.at_level(logging.WARNING):
         resumed = train(case, work=tmp_path, progress=lambda step, *_: started.append(step))
     assert started == [5, 6]
-    assert str(tmp_path / FILE) in caplog.text
+    assert str(part(newest)) in caplog.text
     assert "the checkpoint before, step 4" in caplog.text
     assert_same(resumed, uninterrupted)
 
@@ -161,17 +179,17 @@ def test_a_damaged_newest_falls_back_on_the_one_before(prepare, tmp_path, caplog
 def test_a_damaged_newest_does_not_take_the_place_of_the_one_before(prepare, tmp_path):
     case = prepare("llama")
     train_until(case, 4, tmp_path)
-    flip(tmp_path / FILE)
+    flip(tensors_in(slots(tmp_path)[0]))
     train_until(case, 4, tmp_path)
-    assert steps_kept(tmp_path) == {FILE: 4, PREVIOUS: 3}
+    assert steps_kept(tmp_path) == [4, 3]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_without_a_whole_checkpoint_training_starts_from_zero(prepare, tmp_path, caplog, uninterrupted, damage):
     case = prepare("llama")
     train_until(case, 5, tmp_path)
-    damage(tmp_path / FILE)
-    damage(tmp_path / PREVIOUS)
+    for slot, part in zip(slots(tmp_path), (tensors_in, fields_in), strict=True):
+        damage(part(slot))
     started = []
     with caplog.at_level(logging.WARNING):
         resumed = train(case, work=tmp_path, progress=lambda step, *_: started.append(step))
@@ -180,13 +198,29 @@ def test_without_a_whole_checkpoint_training_starts_from_zero(prepare, tmp_path,
     assert_same(resumed, uninterrupted)
 
 
-def test_a_missing_newest_is_no_loss_beyond_its_steps(prepare, tmp_path, uninterrupted):
+@pytest.mark.parametrize("missing", [None, tensors_in, fields_in])
+def test_a_missing_newest_is_no_loss_beyond_its_steps(prepare, tmp_path, uninterrupted, missing):
+    """Whole, as after a kill before it was renamed, or one of its files."""
     case = prepare("llama")
     train_until(case, 5, tmp_path)
-    (tmp_path / FILE).unlink()
+    newest = slots(tmp_path)[0]
+    if missing is None:
+        newest.rename(tmp_path / UNFINISHED)
+    else:
+        missing(newest).unlink()
     started = []
     assert_same(train(case, work=tmp_path, progress=lambda step, *_: started.append(step)), uninterrupted)
     assert started == [5, 6]
+
+
+def test_files_of_processes_that_are_no_more_are_not_read(prepare, tmp_path, uninterrupted):
+    """A copy of the folder elsewhere keeps them, in a slot that fewer processes have written since."""
+    case = prepare("llama")
+    train_until(case, 5, tmp_path)
+    newest, before = (tensors_in(slot) for slot in slots(tmp_path))
+    for name in ("a.safetensors", "shard-00002-model-00001-of-00001.safetensors", "z.safetensors"):
+        (newest.parent / name).write_bytes(before.read_bytes())
+    assert_same(train(case, work=tmp_path), uninterrupted)
 
 
 @pytest.mark.parametrize("what", ["seed", "tokens", "vectors"])
@@ -213,4 +247,16 @@ def test_settings_that_change_nothing_do_not_end_a_training(prepare, tmp_path, c
     started = []
     train(case, settings, work=tmp_path, progress=lambda step, *_: started.append(step))
     assert started == [5, 6]
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("lsp_core")]
+
+
+def test_tensors_are_named_by_unit_and_nothing_is_pickled(prepare, tmp_path):
+    case = prepare("llama")
+    train_until(case, 1, tmp_path)
+    for slot in tmp_path.iterdir():
+        assert {path.suffix for path in slot.iterdir()} == {".safetensors", ".json"}
+    with safe_open(tensors_in(slots(tmp_path)[0]), framework="pt") as file:
+        moments = ("step", "exp_avg", "exp_avg_sq")
+        kinds = [("v.", [""]), ("best.", [""]), ("adam.", [f".{moment}" for moment in moments])]
+        expected = {f"{kind}{unit.name}{end}" for unit in case.units for kind, ends in kinds for end in ends}
+        assert set(file.keys()) == expected

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lsp_core import costs, training_costs
 from lsp_core.basis import ordered_basis
+from lsp_core.block_grams import gather_by_blocks
 from lsp_core.discovery import discover_units
 from lsp_core.fisher import Fisher
 from lsp_core.flops import merge_flops
 from lsp_core.gram import gather_grams
 from lsp_core.merging import merge_model, removed_directions
+from lsp_core.offload import offloaded
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, head_is_linear, shapes_of
 from lsp_core.teacher import cache_teacher
@@ -320,7 +323,9 @@ def stage_costs(shapes, units, removed, *, sequences=8, length=32, micro_batch=2
     sizes = {"sequences": sequences, "length": length, "micro_batch": micro_batch}
     return {
         "gather": costs.gather_cost(shapes, units, **sizes, precision_bytes=8),
+        "gather offloaded": costs.gather_cost(shapes, units, **sizes, precision_bytes=8, offload=True),
         "measure": costs.measure_cost(shapes, units, points=points, **sizes, precision_bytes=8),
+        "measure offloaded": costs.measure_cost(shapes, units, points=points, **sizes, precision_bytes=8, offload=True),
         "teacher": training_costs.teacher_cost(shapes, **sizes),
         "train": training_costs.train_cost(
             shapes,
@@ -349,7 +354,7 @@ def test_more_work_costs_more(real, change):
         assert all(getattr(more[stage], name) >= getattr(cost, name) for name in GROWING), stage
     if "micro_batch" in change:
         assert all(more[stage].peak_bytes > less[stage].peak_bytes for stage in less)
-        assert all(more[stage].flops == less[stage].flops for stage in less.keys() - {"measure"})
+        assert all(more[stage].flops == less[stage].flops for stage in less.keys() - {"measure", "measure offloaded"})
         assert more["measure"].flops > less["measure"].flops  # one micro-batch a block is for the check
 
 
@@ -358,6 +363,9 @@ def test_memory_of_the_host_is_not_the_device_s(real):
     on_device = shapes_of(on_host.model, on_host=False)
     here, there = (stage_costs(shapes, case.units, removed) for shapes in (on_host, on_device))
     assert there["train"].peak_bytes < here["train"].peak_bytes  # bases and teacher stay on the host
+    assert there["measure"].peak_bytes < here["measure"].peak_bytes  # bases do
+    for stage in ("gather", "measure"):
+        assert there[f"{stage} offloaded"].peak_bytes < there[stage].peak_bytes
     assert costs.merge_cost(on_device, case.units, removed, precision_bytes=8).peak_bytes == 0
     assert costs.merge_cost(on_host, case.units, removed, precision_bytes=8).peak_bytes > on_host.weight_bytes
 
@@ -366,7 +374,7 @@ CONFIG = LlamaConfig(
     hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192
 )
 SEQUENCES, LENGTH = 8, 256
-MEMORY_STAGES = ["gather", "measure", "teacher", "train"]
+MEMORY_STAGES = ["gather", "gather offloaded", "measure", "measure offloaded", "teacher", "train"]
 
 
 @pytest.mark.slow
@@ -406,16 +414,21 @@ def working_memory(stage):
     units = discover_units(model)
     removed = {unit.name: unit.dimension // 2 for unit in units}
     tokens = torch.randint(CONFIG.vocab_size, (SEQUENCES, LENGTH))
+    stage, _, offload = stage.partition(" ")
     run_stage(stage, model, units, removed, tokens[:1, :16], warm=True)  # libraries are loaded on first use
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    run_stage(stage, model, units, removed, tokens)
-    return resident("VmHWM") - before
+    home = torch.device("cpu") if offload else None
+    with offloaded(model, "cpu") if offload else nullcontext():
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        run_stage(stage, model, units, removed, tokens, home=home)
+        return resident("VmHWM") - before
 
 
-def run_stage(stage, model, units, removed, tokens, *, warm=False):
+def run_stage(stage, model, units, removed, tokens, *, warm=False, home=None):
+    if stage == "gather" and home is not None:
+        return gather_by_blocks(model, units, tokens, micro_batch=MICRO_BATCH, home=home)
     if stage == "gather":
         return gather_grams(model, units, tokens, micro_batch=MICRO_BATCH)
     if stage == "teacher":
@@ -423,7 +436,7 @@ def run_stage(stage, model, units, removed, tokens, *, warm=False):
     units = units[:1] if warm else units
     bases = {u.name: torch.linalg.qr(torch.randn(u.dimension, u.dimension, dtype=torch.float64)).Q for u in units}
     if stage == "measure":
-        sensitivity = Sensitivity(model, units, bases, tokens, micro_batch=MICRO_BATCH)
+        sensitivity = Sensitivity(model, units, bases, tokens, micro_batch=MICRO_BATCH, home=home)
         return [sensitivity.measure(unit.name, unit.dimension // 2) for unit in units]
     teacher = cache_teacher(model, tokens, micro_batch=1)
     removed = {unit.name: removed[unit.name] for unit in units}

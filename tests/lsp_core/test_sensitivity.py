@@ -61,7 +61,8 @@ def test_blocks_that_return_a_tuple_are_streamed_too(prepare, oracles):
     assert isinstance(returned[0], tuple)
     assert len(returned[0]) == 2
     sensitivity = Sensitivity(model, units, bases, case.tokens, micro_batch=4)
-    assert sensitivity.extras == [(None,)] * len(sensitivity.batches)  # no block reads the weights of the one before it
+    unread = (None,)  # no block reads the weights of the one before it
+    assert sensitivity.stream.extras == [unread] * len(sensitivity.batches)
     for unit in units:
         ours = sensitivity.measure(unit.name, unit.dimension // 2)
         expected = naive(case, oracles, {unit.name: unit.dimension // 2})
@@ -99,7 +100,7 @@ def test_the_teacher_is_no_logits(prepare):
     """D + 2 numbers a token, and one hidden state of one block."""
     case = prepare("llama")
     sensitivity = Sensitivity(case.model, case.units, case.bases, case.tokens, micro_batch=4)
-    kept = [t for s in sensitivity.teacher for t in (s.m, s.c, s.entropy)] + sensitivity.inputs
+    kept = [t for s in sensitivity.teacher for t in (s.m, s.c, s.entropy)] + sensitivity.stream.inputs
     assert sum(t.numel() for t in kept) == case.tokens.numel() * (2 * 48 + 2)
 
 

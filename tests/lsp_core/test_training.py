@@ -58,7 +58,7 @@ def test_gradient_of_one_step_against_dense_projectors(prepare, oracles, make_tr
     teacher = case.logits()
     trainer = make_trainer(case, stack, settings, case.perturbed())
     value = trainer.accumulate(step)
-    masks, rows = trainer.masks(step), trainer._rows(step)
+    masks, rows = trainer.draws.masks(step), trainer.draws.rows(step)
     grads = {name: p.v.grad for name, p in trainer.projectors.items()}
     stack.close()
 

@@ -6,37 +6,31 @@ import math
 import pytest
 import torch
 
-from lsp_core.projector import Projector
 from lsp_core.training_settings import TrainingSettings, default_learning_rate
+from lsp_core.vectors import Form
 
 # 6 sequences in steps of 4: two steps an epoch
 SETTINGS = TrainingSettings(learning_rate=3e-3, epochs=3, batch_sequences=4)
 
 
 @pytest.mark.parametrize(("modulation", "expected"), [(1.0, [0.5, 1]), (1.5, [1 / 3, 2 / 3, 1]), (0.0, [1])])
-def test_alpha_ramps_from_the_first_step_to_one(prepare, make_trainer, stack, monkeypatch, modulation, expected):
+def test_alpha_ramps_from_the_first_step_to_one(prepare, make_trainer, stack, modulation, expected):
     """alpha = min(1, t / (epochs of modulation x steps an epoch)), t from 1; at 1 the factor form takes over."""
     case = prepare("llama")
-    alphas = []
-    activation, factor = Projector.set_activation_form, Projector.set_factor_form
-    monkeypatch.setattr(
-        Projector,
-        "set_activation_form",
-        lambda self, alpha, masks: (alphas.append(alpha), activation(self, alpha, masks)),
-    )
-    monkeypatch.setattr(Projector, "set_factor_form", lambda self, masks=None: (alphas.append(1), factor(self, masks)))
     trainer = make_trainer(case, stack, dataclasses.replace(SETTINGS, modulation_epochs=modulation))
     for step in range(6):
-        alphas.clear()
-        trainer._set_forms(step)
-        assert alphas == [pytest.approx(expected[min(step, len(expected) - 1)])] * len(case.units)
+        plans = trainer.draws.plans(step)
+        assert plans.keys() == {unit.name for unit in case.units}
+        for plan in plans.values():
+            assert plan.alpha == pytest.approx(expected[min(step, len(expected) - 1)])
+            assert plan.form is (Form.ACTIVATION if plan.alpha < 1 else Form.FACTOR)
 
 
 def test_masks_are_drawn_per_step_and_member(prepare, make_trainer, stack):
     case = prepare("llama")
     trainer = make_trainer(case, stack, dataclasses.replace(SETTINGS, dropout=0.2))
     qkv = case.units[0].name
-    draws = torch.stack([trainer.masks(step)[qkv] for step in range(300)]).float()
+    draws = torch.stack([trainer.draws.masks(step)[qkv] for step in range(300)]).float()
     assert draws.shape == (300, 3, 28)
     # 25200 draws: the rate is good to 4 standard deviations of 0.0025
     assert abs(draws.mean() - 0.8) <= 0.01
@@ -44,20 +38,21 @@ def test_masks_are_drawn_per_step_and_member(prepare, make_trainer, stack):
         assert not torch.equal(draws[:, member], draws[:, (member + 1) % 3])
     covariance = (draws[:, 0] * draws[:, 1]).mean() - draws[:, 0].mean() * draws[:, 1].mean()
     assert abs(covariance) <= 4 * 0.16 / (300 * 28) ** 0.5  # members are independent
-    assert all(torch.equal(m, trainer.masks(7)[name]) for name, m in trainer.masks(7).items())
-    other_unit = trainer.masks(7)[next(u.name for u in case.units[1:] if len(u.members) == 1)]
-    assert not torch.equal(other_unit[0], trainer.masks(7)[qkv][0])
+    assert all(torch.equal(m, trainer.draws.masks(7)[name]) for name, m in trainer.draws.masks(7).items())
+    other_unit = trainer.draws.masks(7)[next(u.name for u in case.units[1:] if len(u.members) == 1)]
+    assert not torch.equal(other_unit[0], trainer.draws.masks(7)[qkv][0])
 
 
 @pytest.mark.parametrize(("dropout", "value"), [(0.0, True), (1.0, False)])
 def test_masks_at_the_ends(prepare, make_trainer, stack, dropout, value):
     trainer = make_trainer(prepare("llama"), stack, dataclasses.replace(SETTINGS, dropout=dropout))
-    assert all((mask == value).all() for mask in trainer.masks(3).values())
+    assert all((mask == value).all() for mask in trainer.draws.masks(3).values())
 
 
 def test_an_epoch_visits_every_sequence_once_in_an_order_of_its_own(prepare, make_trainer, stack):
     trainer = make_trainer(prepare("llama"), stack, SETTINGS)
-    epochs = [torch.cat([trainer._rows(2 * epoch), trainer._rows(2 * epoch + 1)]).tolist() for epoch in range(4)]
+    rows_of = trainer.draws.rows
+    epochs = [torch.cat([rows_of(2 * epoch), rows_of(2 * epoch + 1)]).tolist() for epoch in range(4)]
     assert all(sorted(order) == list(range(6)) for order in epochs)
     assert len({tuple(order) for order in epochs}) > 1
 

@@ -95,7 +95,8 @@ def test_an_epoch_draws_some_examples_and_another_draws_others():
     with attached(copy.deepcopy(case.model), case.units, case.bases, case.removed) as projectors, frozen(case.model):
         trainer = Trainer(case.model, projectors, case.examples, case.examples, settings)
     assert trainer.steps_per_epoch == 2  # of 4 and of 1
-    epochs = [torch.cat([trainer._rows(2 * epoch), trainer._rows(2 * epoch + 1)]).tolist() for epoch in range(6)]
+    rows_of = trainer.draws.rows
+    epochs = [torch.cat([rows_of(2 * epoch), rows_of(2 * epoch + 1)]).tolist() for epoch in range(6)]
     assert all(len(set(rows)) == 5 for rows in epochs)
     assert len({tuple(sorted(rows)) for rows in epochs}) > 1
     assert {row for rows in epochs for row in rows} == set(range(len(case.examples)))

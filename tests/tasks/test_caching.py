@@ -259,6 +259,8 @@ def test_what_is_finished_and_damaged_is_computed_again(stages: Callable[[], Sta
 
 def test_a_forged_record_of_prefect_is_never_read(stages: Callable[[], Stages], tmp_path: Path) -> None:
     ref = stages().run(first, value=14)
+    assert not (Path(stages().store.uri) / "results").exists()  # nothing is written where nothing is to be read
+    assert stages().run(first, value=14) == ref
     record = Path(stages().store.uri) / "results" / ref.key
     whole = json.loads(record.read_text())
     whole["metadata"]["serializer"] = {"type": "pickle"}

@@ -1,0 +1,36 @@
+"""A worker for torchrun that imports next to nothing: ``python -m tests.tasks.elastic_worker --supervised DO``.
+
+``sleep``: until it is ended; ``stubborn``: likewise, and deaf to SIGTERM; ``fail``: with an error; ``finish``: at once.
+"""
+
+import signal
+import sys
+import time
+
+from tasks.lifeline import end_with_parent
+from tasks.relay import relay_progress
+
+
+def main(do: str) -> None:
+    end_with_parent(signal.SIGKILL)
+    if do == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    relay_progress(1, 2, {})
+    if do == "fail":
+        fail()
+    while do in ("sleep", "stubborn"):
+        time.sleep(0.1)
+
+
+def fail() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record  # a second to import
+
+    @record
+    def failing() -> None:
+        raise RuntimeError("no such luck")
+
+    failing()
+
+
+if __name__ == "__main__":
+    main(sys.argv[2])

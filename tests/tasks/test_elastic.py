@@ -1,0 +1,87 @@
+"""However whoever started torchrun ends, nothing that it started survives: real processes, whose workers are light."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks import elastic
+from tasks.elastic import Ended, Meeting, run_elastic
+from tasks.launch import explain
+from tests.tasks.training_inputs import ROOT, below, gone, until
+
+pytestmark = pytest.mark.slow
+ALONE = Meeting(id="test", endpoint=None, num_nodes=1, max_restarts=0)
+Start = Callable[[str], psutil.Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Returns a function that starts a runner and returns when its two workers have begun."""
+    started: list[psutil.Process] = []
+
+    def begin(do: str) -> psutil.Process:
+        command = [sys.executable, "-m", "tests.tasks.elastic_runner", str(tmp_path), do]
+        process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        started.append(process)
+        until(lambda: (tmp_path / "began").exists() and len(below(process)) == 3)
+        return process
+
+    yield begin
+    for process in started:
+        if process.is_running():
+            process.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 3), (signal.SIGINT, 4), (signal.SIGKILL, -9)])
+def test_nothing_survives_whoever_started_it(start: Start, number: signal.Signals, status: int) -> None:
+    process = start("sleep")
+    left = below(process)
+    process.send_signal(number)
+    assert process.wait(30) == status
+    assert gone(left, 10 if number == signal.SIGKILL else 0)
+
+
+def test_a_worker_that_is_deaf_to_sigterm_is_killed(start: Start) -> None:
+    process = start("stubborn")
+    left = below(process)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 3
+    assert gone(left, 0)
+    assert elastic.SHUTDOWN_SECONDS <= time.monotonic() - began < elastic.GRACE_SECONDS
+
+
+def test_a_torchrun_that_is_killed_leaves_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[psutil.Process] = []
+
+    def kill(*_: object) -> None:
+        if len(below()) == 3 and not found:
+            found.extend(below())
+            found[0].kill()
+
+    ended = light(monkeypatch, tmp_path, "sleep", on_progress=kill)
+    assert ended.status == -signal.SIGKILL
+    assert gone(found, 0)
+
+
+def test_the_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps: list[tuple[object, ...]] = []
+    assert light(monkeypatch, tmp_path, "finish", on_progress=lambda *told: steps.append(told)).status == 0
+    assert steps == [(1, 2, {})] * 2
+    ended = light(monkeypatch, tmp_path, "fail")
+    assert ended.status == 1
+    assert any("RuntimeError: no such luck" in line for line in ended.last)
+    said = explain("train", ALONE, ended)
+    assert said.startswith("train: a process failed 1 times, in the end by: RuntimeError: no such luck: see the lines")
+    assert "\n" not in said
+
+
+def light(monkeypatch: pytest.MonkeyPatch, folder: Path, do: str, **options: object) -> Ended:
+    monkeypatch.setattr(elastic, "WORKER", "tests.tasks.elastic_worker")
+    return run_elastic(ALONE, 2, [do], folder, hosts=True, **options)  # type: ignore[arg-type]
