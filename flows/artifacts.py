@@ -15,6 +15,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.plan import Step, states
 from flows.prepared import Runner
+from storage.faults import first_line
 from storage.grid import MEASURED, KLGrid
 from storage.store import Store
 from tasks.markdown import code, markdown_table
@@ -42,7 +43,7 @@ def _display(key: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a display must not end hours of work
-        log.warning("%s cannot be shown in Prefect (%s)", key, error)
+        log.warning("%s cannot be shown in Prefect (%s)", key, first_line(error))
 
 
 def show_plan(store: Store, describe: Callable[[Runner], object], model: str) -> None:

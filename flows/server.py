@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ENGINE = ("prefect.flow_runs", "prefect.task_runs")  # loggers of what happens in runs
 REPORTED = (ValueError, OSError)  # an input that is wrong, a place that cannot be read or written, a hub out of reach
@@ -29,13 +31,23 @@ def import_prefect() -> None:
 def start_server() -> None:
     """Starts Prefect's temporary server, where the user's profile names none, out of the reach of Ctrl-C.
 
-    A terminal interrupts every process of its group. The server must outlive the run, to be told how that ended.
+    The server must outlive the run, to be told how that ended.
     """
     from prefect.client.orchestration import get_client
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the server's process
-    try:
+    with uninterrupted():
         get_client(sync_client=True)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Puts the processes that are started in the block, or by threads that are, out of the reach of Ctrl-C.
+
+    A terminal interrupts every process of its group; this one hears of it after the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -17,6 +17,7 @@ from typing import Any
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.config import WorkersConfig
+from flows.server import uninterrupted
 from tasks.fanout import Workers
 
 REPOSITORY = Path(__file__).parents[1]
@@ -41,12 +42,11 @@ def workers_of(config: WorkersConfig, device: str) -> Workers:
     return Workers(config.count, partial(_ray, config, num_gpus=int(device.startswith("cuda"))))
 
 
-def _dask(config: WorkersConfig) -> Any:
+@contextmanager
+def _dask(config: WorkersConfig) -> Iterator[Any]:
     from prefect_dask import DaskTaskRunner
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    if config.address is not None:
-        return DaskTaskRunner(address=config.address)
     cluster = {
         "n_workers": config.count,
         "threads_per_worker": 1,
@@ -55,7 +55,11 @@ def _dask(config: WorkersConfig) -> Any:
         "dashboard_address": "127.0.0.1:0",
         "env": _environment(),
     }
-    return DaskTaskRunner(cluster_class="distributed.LocalCluster", cluster_kwargs=cluster)
+    local = {"cluster_class": "distributed.LocalCluster", "cluster_kwargs": cluster}
+    with DaskTaskRunner(**local if config.address is None else {"address": config.address}) as runner:
+        with uninterrupted():
+            assert runner.client  # starts the cluster, or connects
+        yield runner
 
 
 @contextmanager

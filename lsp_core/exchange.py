@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lsp_core.distributed import Group
+from lsp_core.gram import NonFiniteError
 from lsp_core.projector import Projector
 from lsp_core.vectors import Plan
 
@@ -27,16 +28,16 @@ class Exchange:
     def set_forms(self, plans: Mapping[str, Plan]) -> None:
         """Projects every unit as ``plans`` say.
 
-        Errors: as ``orthonormalize``, in every process.
+        Errors: ``NonFiniteError``, in every process, if a V is not finite or has dependent columns.
         """
         bases: dict[str, Tensor] = {}
         works = []
-        error: ValueError | None = None
+        error: NonFiniteError | None = None
         for name, projector in self.projectors.items():
             try:
                 bases[name] = self._basis(projector, plans[name])
             except ValueError as found:
-                bases[name], error = projector.empty_basis(plans[name]), error or found
+                bases[name], error = projector.empty_basis(plans[name]), error or NonFiniteError(str(found))
             owner = self.owners[name]
             if owner is not None:
                 works.append(self.group.broadcast(bases[name], owner))

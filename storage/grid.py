@@ -81,6 +81,11 @@ class KLGrid:
         array[unit] = kl
         self._array("status")[unit] = status
 
+    @staticmethod
+    def folders_of(unit: int) -> tuple[str, str]:
+        """Returns the folders, relative to the grid's, with the chunks of a row of a grid in the making."""
+        return f"kl/c/{unit}", f"status/c/{unit}"
+
     def describes(self, units: Sequence[str], removed: npt.NDArray[np.int64]) -> bool:
         """Returns whether this is the grid of these units and counts (unit, point)."""
         return self._values("unit").tolist() == list(units) and np.array_equal(self._values("removed"), removed)

@@ -9,7 +9,9 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from storage.faults import Patience, StoreError, first_line, full, is_full
@@ -56,18 +58,22 @@ class WorkFolder:
             return
         partial = here.with_name(f"{here.name}.{uuid.uuid4().hex}.tmp")  # another part may fetch it too
         self._files.download(f"{self._name}/{name}", partial)
+        if here.exists() and here.stat().st_mtime > written:  # meanwhile, by another part on this machine
+            partial.unlink()
+            return
         os.utime(partial, (written, written))
         partial.replace(here)
         self._kept[name] = _state(here)
 
-    def keep(self, below: str = "") -> None:
-        """Copies what changed, or what changed in the folder ``below``, to the store.
+    def keep(self, *below: str) -> None:
+        """Copies what changed, in the folders and files ``below`` alone if any are named, to the store.
 
+        Who shares the folder with others names its own: a file of theirs may be newer by the time it has been copied.
         A store that does not answer is said in the log, and the work goes on.
         """
         if self._files.is_local:
             return
-        states = self._states(below)
+        states = self._states(below or ("",))
         changed = [name for name, state in states.items() if self._kept.get(name) != state]
         changed.sort(key=lambda name: (states[name][1], name))
         try:
@@ -88,9 +94,10 @@ class WorkFolder:
         if not self._files.is_local:
             self._files.remove(self._name)
 
-    def _states(self, below: str) -> dict[str, tuple[int, int]]:
+    def _states(self, below: Iterable[str]) -> dict[str, tuple[int, int]]:
         states = {}
-        for path in (self.path / below).rglob("*"):
+        roots = [self.path / place for place in below]
+        for path in chain.from_iterable([root] if root.is_file() else root.rglob("*") for root in roots):
             name = path.relative_to(self.path).as_posix()
             if _is_resumable(name):
                 with suppress(FileNotFoundError):  # a temporary name, of a writer beside this one

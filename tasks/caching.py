@@ -97,13 +97,13 @@ class Work:
         """Returns a progress display for this stage."""
         return Progress(self.label, check=self.check)
 
-    def keep(self, below: str = "") -> None:
-        """Makes what ``scratch``, or its folder ``below``, holds now outlive this machine.
+    def keep(self, *below: str) -> None:
+        """Makes what ``scratch`` holds now, or its folders and files ``below``, outlive this machine.
 
-        Call it whenever more work is worth keeping.
+        Call it whenever more work is worth keeping; a part names what it alone writes.
         """
         if self.kept is not None:
-            self.kept.keep(below)
+            self.kept.keep(*below)
 
 
 @dataclass(frozen=True, kw_only=True)

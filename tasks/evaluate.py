@@ -88,10 +88,10 @@ def evaluate_share(
     subject = _load(work, model, checkpoint)
     if bases is not None and allocation is not None:
         merge_initial(work, subject, bases, allocation)
-    windows, folder = read_tokens(work, tokens), work.scratch / LOSSES
+    windows, file = read_tokens(work, tokens), f"{LOSSES}/{share[0]}-{share[1]}.safetensors"
     with work.progress() as progress:
-        keep = partial(work.keep, LOSSES)
-        keep_sums(folder, subject, windows, range(*share), work.runtime.micro_batch, progress, keep)
+        keep = partial(work.keep, file)
+        keep_sums(work.scratch / file, subject, windows, range(*share), work.runtime.micro_batch, progress, keep)
 
 
 @stage(parts=Parts(plan=shared_windows, run=evaluate_share))

@@ -32,12 +32,17 @@ from tasks.places import open_store
 
 log = logging.getLogger(__name__)
 
+PUBLISHED = "another run has published the stage"
 Runner = TaskRunner[PrefectFuture[Any]]
 _ended: ContextVar[Event | None] = ContextVar("ended", default=None)  # of the workers that share this process
 
 
 class PartEnded(Exception):  # noqa: N818  (no error)
     """Ends a part whose flow is at its end, or whose stage was published meanwhile."""
+
+
+class WorkersUnavailable(ValueError):  # noqa: N818  (a state of the workers)
+    """Workers that cannot be started or reached."""
 
 
 class Workers:
@@ -75,7 +80,8 @@ class Workers:
     ) -> None:
         """Has the work of ``stage`` that can be shared out done and kept, as far as the parts come.
 
-        One run of a machine at a time: another waits, and finds the work done. What goes wrong is said in the log.
+        One run of a machine at a time: another waits, and finds the work done. What goes wrong in a part is said in the
+        log. Errors: ``WorkersUnavailable`` if parts cannot be handed out.
         """
         parts = stage.parts
         if parts is None or self.count == 1:
@@ -110,14 +116,19 @@ class Workers:
                     log.warning("%s failed (%s): the stage does what is left of it", name, first_line(error))
 
     def _submit(self, part: Any, parameters: dict[str, Any]) -> PrefectFuture[Any]:
-        if self._runner is None:
-            self._runner = self._stack.enter_context(self._make())
         ended = _ended.set(self._end)
         try:
+            if self._runner is None:
+                self._runner = self._stack.enter_context(self._make())
             # what runs elsewhere is to report to the server of this flow, be it a temporary one
             server = str(get_client(sync_client=True).api_url)
             with temporary_settings({PREFECT_API_URL: server}):
                 return self._runner.submit(part, parameters)
+        except Exception as error:  # as Dask, Ray or Prefect says it
+            raise WorkersUnavailable(
+                f"the workers cannot be started or reached ({first_line(error)}): see that what workers.address names "
+                "runs, and that this machine reaches it, or drop it; what is finished is kept"
+            ) from error
         finally:
             _ended.reset(ended)
 
@@ -144,14 +155,13 @@ def run_part(
     assert made.parts is not None
     store = open_store(place, verify=verify)
     kept = store.work(key)
-    kept.fetch()
     end = _ended.get()
 
     def check() -> None:
         if end is not None and end.is_set():
             raise PartEnded("the run is at its end")
         if not kept.path.exists():
-            raise PartEnded("another run has published the stage")
+            raise PartEnded(PUBLISHED)
 
     work = Work(
         store=store,
@@ -163,14 +173,18 @@ def run_part(
         check=check,
     )
     try:
+        if store.find(made.name, key) is not None:  # while the part waited for a worker
+            raise PartEnded(PUBLISHED)
+        kept.fetch()
         with _threads(threads):
+            check()
             made.parts.run(work, share, **_typed(made, arguments))
     except PartEnded as ended:
         log.info("%s: ends early: %s", label, ended)
     except Exception:
         if store.find(made.name, key) is None:
             raise
-        log.info("%s: ends early: another run has published the stage", label)
+        log.info("%s: ends early: %s", label, PUBLISHED)
 
 
 def on_own_device(runtime: Runtime, index: int) -> Runtime:

@@ -88,12 +88,14 @@ def _measure_rows(
     if not pending:
         return
     loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
+    # of another part's row, status may be seen where kl was not yet
+    own = [] if share is None else [f"grid/{folder}" for row in share for folder in KLGrid.folders_of(row)]
     with work.progress() as progress, placed(loaded, work.runtime) as home:
         sensitivity = open_sensitivity(work, loaded, units, tensors, tokens, home)
         for done, row in enumerate(pending, len(rows) - len(pending)):
             progress(done, len(rows))
             grid.write_row(row, *measured_row(sensitivity.measure, units[row], points))
-            work.keep()
+            work.keep(*own)
         progress(len(rows), len(rows))
 
 

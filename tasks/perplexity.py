@@ -49,7 +49,7 @@ def measure_perplexity(
 
 
 def keep_sums(
-    folder: Path,
+    file: Path,
     model: PreTrainedModel,
     windows: Tensor,
     share: range,
@@ -57,11 +57,10 @@ def keep_sums(
     progress: Progress,
     on_save: Callable[[], None],
 ) -> None:
-    """Computes the sums of the windows in ``share`` and keeps them in ``folder``, where ``read_sums`` finds them.
+    """Computes the sums of the windows in ``share`` and keeps them in ``file``; ``read_sums`` reads a folder of such.
 
     ``share`` begins with a micro-batch. ``on_save`` is called after each save. Errors: as ``measure_perplexity``.
     """
-    file = folder / f"{share.start}-{share.stop}.safetensors"
     sums, saved = _read(file, micro_batch), time.monotonic()
 
     def save() -> None:

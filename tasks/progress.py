@@ -11,6 +11,8 @@ from uuid import UUID
 
 from tqdm import tqdm
 
+from storage.faults import first_line
+
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -59,7 +61,7 @@ class Progress:
             try:
                 self._publish(100.0 * done / total)
             except Exception as error:  # a display must not end hours of work
-                log.warning("%s: its progress cannot be shown in Prefect (%s)", self.label, error)
+                log.warning("%s: its progress cannot be shown in Prefect (%s)", self.label, first_line(error))
 
     def _draw(self, done: int, total: int, shown: str) -> None:
         if self._bar is None:

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from transformers.utils.logging import disable_progress_bar
 
 from lsp_core.distributed import Group
+from storage.files import write_whole
 from tasks.caching import Work
 from tasks.launch import TOLD, Told, TrainingSpec
 from tasks.lifeline import end_with_parent
@@ -99,7 +100,7 @@ def main() -> None:
         train(spec, group, here=options.spec is not None)
     except EXPECTED as error:
         if group.leader:
-            spec.told.write_text(Told.of(error).model_dump_json(), encoding="utf-8")
+            write_whole(spec.told, Told.of(error).model_dump_json())
         if not peers.all_end():
             raise
     else:

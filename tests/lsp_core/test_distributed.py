@@ -56,6 +56,7 @@ def resumable(name: str, folder: Path, **options: Any) -> Job:
 FAILING = [
     Job(name="diverges", settings=SETTINGS | {"learning_rate": 1e308}),
     Job(name="kept", settings=SETTINGS | {"learning_rate": 1e30, "keep_diverged": True}, dtype="float32"),
+    Job(name="nan-in-one", settings=SETTINGS | {"keep_diverged": True}, broken=True),
 ]
 
 
@@ -172,10 +173,14 @@ def test_an_error_of_one_process_is_raised_in_all(runs: Runs) -> None:
     assert "lower the learning rate" in errors[0]
 
 
-def test_what_is_kept_of_a_divergence_is_the_same_in_all(runs: Runs) -> None:
-    seen = runs.several[2]["kept"]
+@pytest.mark.parametrize(("name", "reason"), [("kept", "non-finite"), ("nan-in-one", "the training loss is nan")])
+def test_what_is_kept_of_a_divergence_is_the_same_in_all(runs: Runs, name: str, reason: str) -> None:
+    """V that overflows where it lives, and a loss that is none where one process's sequence is read."""
+    seen = runs.several[2][name]
     assert [each.history for each in seen] == [seen[0].history] * 2
-    assert [each.error for each in seen] == [seen[0].error] * 2
+    assert seen[0].history
+    assert [each.diverged for each in seen] == [seen[0].diverged] * 2
+    assert reason in seen[0].diverged
 
 
 def test_resumed_by_as_many_processes_the_bits_are_the_same(runs: Runs) -> None:

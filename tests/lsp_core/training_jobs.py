@@ -45,9 +45,10 @@ class Killed(Exception):  # noqa: N818
 class Job:
     """One training.
 
-    ``units``: how many of them; ``last``: the last epoch's vectors are the best; ``separate``: a folder of checkpoints
-    for each process; ``copied``: the folder that ``work`` is made a copy of, and ``damaged``: in which one file is then
-    not what it was; ``full``: no room for the leader's part of a checkpoint; ``until``: the step at which all end.
+    ``teacher``: its outputs are given, and ``broken``: of one sequence a NaN; ``units``: how many of them; ``last``:
+    the last epoch's vectors are the best; ``separate``: a folder of checkpoints for each process; ``copied``: the
+    folder that ``work`` is made a copy of, and ``damaged``: in which one file is then not what it was; ``full``: no
+    room for the leader's part of a checkpoint; ``until``: the step at which all processes end.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Job:
     units: int | None = None
     validation: int = 3
     teacher: bool = False
+    broken: bool = False
     sharding: str = "replicated"
     replicate: bool = False
     work: str | None = None
@@ -101,6 +103,9 @@ def run(job: Job, group: Group | None = None) -> Seen:
     model = case.model.to(getattr(torch, job.dtype))
     seen, bases = Seen(), Bases(case.bases)
     units = case.units[: job.units]
+    teacher = cache_teacher(model, case.tokens, micro_batch=6) if job.teacher or job.broken else None
+    if job.broken and teacher is not None:
+        teacher.entropy[0] = torch.nan
     work = None if job.work is None else Path(job.work) / (str(group.rank) if group and job.separate else "")
     if job.copied is not None and work is not None and (group is None or group.leader):
         shutil.copytree(job.copied, work)
@@ -134,7 +139,7 @@ def run(job: Job, group: Group | None = None) -> Seen:
                 case.tokens,
                 case.tokens[: job.validation],
                 TrainingSettings(**job.settings),
-                teacher=cache_teacher(model, case.tokens, micro_batch=6) if job.teacher else None,
+                teacher=teacher,
                 work=work,
                 progress=progress,
                 on_checkpoint=on_checkpoint,

@@ -218,6 +218,30 @@ def test_another_machine_continues_where_the_first_one_was(
     assert not second.path.exists()
 
 
+def test_what_parts_write_beside_each_other_stays_theirs(
+    store: Store, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = store.work("k1"), store.work("k1")
+    one.fetch()
+    (one.path / "rows").mkdir()
+    for name in ("rows/1", "rows/2", "sums"):
+        (one.path / name).write_text("1")
+    one.keep("rows/1", "sums", "rows/3")
+    assert sorted(contents(s3_bucket)) == ["some/store/work/k1/rows/1", "some/store/work/k1/sums"]
+
+    download = store.files.download
+
+    def slow(name: str, file: Path) -> None:
+        download(name, file)
+        (one.path / "sums").write_text("22")
+        os.utime(one.path / "sums", (time.time() + 5, time.time() + 5))  # S3 tells whole seconds
+
+    monkeypatch.setattr(store.files, "download", slow)
+    os.utime(one.path / "sums", (time.time() - 5, time.time() - 5))
+    other.fetch()
+    assert read(one.path) == {"rows/1": b"1", "rows/2": b"1", "sums": b"22"}
+
+
 def test_only_what_changed_is_uploaded(store: Store) -> None:
     work = store.work("k1")
     work.fetch()

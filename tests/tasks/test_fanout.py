@@ -29,7 +29,7 @@ from tasks import fanout
 from tasks.artifacts import write_units
 from tasks.caching import Runtime, Share, Stage, Work, split
 from tasks.evaluate import LOSSES, evaluate
-from tasks.fanout import PartEnded, Workers, on_own_device, run_part
+from tasks.fanout import PartEnded, Workers, WorkersUnavailable, on_own_device, run_part
 from tasks.gather import PARTS, gather
 from tasks.measure import measure
 from tasks.models import ModelSource, load_model, load_skeleton
@@ -220,7 +220,8 @@ def test_sums_that_are_kept_are_not_computed_again(source: ModelSource, quiet: P
     runs: list[int] = []
     model.register_forward_pre_hook(lambda *_, **__: runs.append(1))
     for share in (range(9), range(9, WINDOWS), range(9)):
-        keep_sums(tmp_path, model, windows, share, MICRO_BATCH, quiet, lambda: None)
+        file = tmp_path / f"{share.start}-{share.stop}.safetensors"
+        keep_sums(file, model, windows, share, MICRO_BATCH, quiet, lambda: None)
     assert len(runs) == math.ceil(WINDOWS / MICRO_BATCH)
     known = read_sums(tmp_path, MICRO_BATCH)
     assert measure_perplexity(model, windows, MICRO_BATCH, quiet, known) == expected
@@ -267,15 +268,38 @@ def test_a_part_of_a_stage_that_was_published_meanwhile_ends_quietly(
     bases: ArtifactRef,
     published: Publish,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO)
     arguments = {"model": source, "bases": bases, "tokens": tokens, "points": POINTS}
     call = started(work, measure, arguments, [0, 1])
     with pytest.raises(FileNotFoundError):
         run_part(**call)  # there is no grid
-    published("measure", lambda folder: (folder / "grid").touch(), key="k")
-    run_part(**call)
-    assert "ends early: another run has published the stage" in caplog.text
+
+    def publish(*_: object, **__: object) -> None:
+        published("measure", lambda folder: (folder / "grid").touch(), key="k")
+        raise FileNotFoundError("deleted with the work folder")
+
+    monkeypatch.setattr(measure, "parts", replace(measure.parts, run=publish))  # type: ignore[type-var]
+    for _ in range(2):  # while the part runs, and before it
+        run_part(**call)
+        assert "ends early: another run has published the stage" in caplog.text
+        caplog.clear()
+        shutil.rmtree(work.store.work("k").path, ignore_errors=True)
+    assert not work.store.work("k").path.exists()
+
+
+def test_workers_out_of_reach_end_the_run_with_a_remedy(work: Work, source: ModelSource, tokens: ArtifactRef) -> None:
+    def make() -> Elsewhere:
+        raise OSError("Timed out trying to connect to tcp://127.0.0.1:9")
+
+    runtime = Runtime(micro_batch=MICRO_BATCH)
+    arguments = {"model": source, "tokens": tokens}
+    with (
+        Workers(2, make) as workers,
+        pytest.raises(WorkersUnavailable, match=r"tcp://127.0.0.1:9\): .*workers.address"),
+    ):
+        workers.share_out(evaluate, work.store, "k", "evaluate", work.store.uri, runtime, arguments)
 
 
 def test_progress_ends_a_part_whose_folder_is_gone(
