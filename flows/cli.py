@@ -29,6 +29,7 @@ from flows.commands import (
     StoreCommands,
     Versions,
 )
+from flows.config import HOST_AND_PORT
 from flows.server import REPORTED
 from flows.settings_file import read_yaml
 
@@ -119,7 +120,10 @@ def describe(problem: Any) -> str:
     parts = [str(part) for part in problem["loc"]]
     place = ".".join(parts[1:] if len(parts) > 1 and parts[0] in Commands.model_fields else parts)
     if problem["type"] == "extra_forbidden":
-        return f"{place}: there is no such setting; `python -m flows compress --help` lists them"
+        command = parts[0] if parts[0] in Commands.model_fields else "compress"
+        return f"{place}: there is no such setting; `python -m flows {command} --help` lists them"
+    if problem["type"] == "string_pattern_mismatch" and problem["ctx"]["pattern"] == HOST_AND_PORT:
+        return f"{place}: give HOST:PORT (given: {problem['input']!r})"
     if problem["type"] == "missing":
         return f"{place}: this setting is required"
     message = str(problem["msg"]).removeprefix("Value error, ")

@@ -345,7 +345,7 @@ class Check(BaseModel):
 class Join(BaseModel):
     """Take part, on this machine, in the trainings of a flow that runs on another one, with training.num_nodes above 1.
 
-    Exit status 1 if this machine's part of one failed.
+    Exit status 1 if this machine's part of one failed, 2 if none waited there.
     """
 
     endpoint: CliPositionalArg[str] = Field(

@@ -202,6 +202,8 @@ class WorkersConfig(Section):
     def _address_of_a_cluster(self) -> Self:
         if self.address is not None and self.runner == "threads":
             raise ValueError("workers.address is of a Dask or a Ray cluster: set workers.runner, or drop it")
+        if self.runner != "threads" and self.count == 1:
+            raise ValueError(f"workers.runner={self.runner} with workers.count=1 shares nothing out: raise the count")
         return self
 
 

@@ -25,6 +25,7 @@ SERIES = {
     "dark": ("#6cb6ff", "#ff9d66", "#4fd3a0", "#d49cf5", "#ff84a8", "#d8c84a", "#4fd0e6", "#d9ad84"),
 }
 ORDERED, SPAN = "Plasma", {"light": (0.05, 0.62), "dark": (0.43, 0.98)}  # the scale of ordered series, the part used
+MOST_TICKS = 12  # of an axis of blocks
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 COSTS = (PARAMETERS, *(name for name, _ in ANALYTIC.values() if name.startswith(("kv", "weights_plus", "max"))), SPEED)
 COST_TITLES = {PARAMETERS: "parameters", **{name: title for title, (name, _) in ANALYTIC.items()}}
@@ -195,7 +196,7 @@ def rank_charts(units: Sequence[Mapping[str, Any]], results: Sequence[Result]) -
                 )
             )
         layout = {
-            "xaxis": {"title": {"text": "block"}, "tickformat": "d"},
+            "xaxis": {"title": {"text": "block"}, "dtick": -(-len({unit["block"] for unit in units}) // MOST_TICKS)},
             "yaxis": {"title": {"text": "share of directions kept"}, "tickformat": ".0%", "range": (0, 1.05)},
         }
         charts[title] = _chart(title, traces, series_colours(len(traces)), "", layout)

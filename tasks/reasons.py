@@ -50,7 +50,7 @@ def _changes(manifest: Manifest, stage: Stage, inputs: Mapping[str, InputRecord]
     for name in dict.fromkeys((*before.inputs, *inputs)):
         old, new = before.inputs.get(name), inputs.get(name)
         if old is None or new is None:
-            yield f"{name} is {'new' if old is None else 'gone'}"
+            yield f"{name} is {'read as well' if old is None else 'not read'}"
         elif old.digest != new.digest:
             parts = [f"{name}.{change}" for change in _values(old.facts, new.facts)]
             yield ", ".join(parts) or f"{name} changed ({old.digest[:12]} → {new.digest[:12]})"
@@ -60,7 +60,8 @@ def _changes(manifest: Manifest, stage: Stage, inputs: Mapping[str, InputRecord]
 def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys((*old, *new)):
         if (name in old, canonical_json(old.get(name))) != (name in new, canonical_json(new.get(name))):
-            yield f"{name} {_short(old.get(name))} → {_short(new.get(name))}"
+            before, after = (_short(values[name]) if name in values else "unset" for values in (old, new))
+            yield f"{name} {before} → {after}"
 
 
 def _short(value: Any) -> str:

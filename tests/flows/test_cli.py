@@ -103,6 +103,11 @@ def test_the_command_line_overrides_the_file(config_file: str, started: list[Com
         (["--training.epoch", "3"], "unrecognized arguments: --training.epoch"),
         (["--model.dtype", "int8"], "model.dtype: Input should be"),
         (["--calibration.text.dataset", "wikitext"], "either dataset (hub id) or path"),
+        (["--training.num_processes", "0"], "training.num_processes: Input should be greater than or equal to 1"),
+        (["--training.num_nodes", "2"], "training.num_nodes=2 needs training.rendezvous_endpoint"),
+        (["--training.rendezvous_endpoint", "host:70000"], "training.rendezvous_endpoint: give HOST:PORT"),
+        (["--workers.address", "tcp://localhost:1"], "workers.address is of a Dask or a Ray cluster"),
+        (["--workers.runner", "ray"], "workers.count=1 shares nothing out"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_2(
@@ -120,6 +125,7 @@ def test_a_wrong_argument_is_one_line_and_exit_2(
     [
         ("model: {name_or_path: m}\ntraining: {epoch: 3}", "training.epoch: there is no such setting"),
         ("targets: [{ratio: 0.5}]", "model: this setting is required"),
+        ("model: {name_or_path: m}\nworker: 3", "`python -m flows compress --help` lists them"),
         ("- a list", "holds no mapping of settings"),
         ("model: {", "is not YAML"),
     ],

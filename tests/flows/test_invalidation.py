@@ -157,7 +157,11 @@ OTHERS = (
     "evaluation.transfer.",
     "evaluation.text_transfer.",
 )
-NEEDED = {"num_nodes": {"rendezvous_endpoint": "localhost:29400"}, "address": {"runner": "dask"}}  # beside a field
+NEEDED = {  # beside a field
+    "num_nodes": {"rendezvous_endpoint": "localhost:29400"},
+    "runner": {"count": 2},
+    "address": {"runner": "dask", "count": 2},
+}
 BEGUN = {"groups": [{"members": ["*q_proj", "*k_proj", "*v_proj"], "side": "input"}]}  # what an empty section starts as
 
 

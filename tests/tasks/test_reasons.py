@@ -79,9 +79,9 @@ def test_the_nearest_run_is_the_one_with_the_fewest_changes(store: Store, publis
     [
         ({"inputs": {"text": Text(digest="b" * 64, name="b.txt")}}, "text.name a.txt → b.txt"),
         ({"inputs": {"text": Text(digest="b" * 64, name="a.txt")}}, "text changed (aaaaaaaaaaaa → bbbbbbbbbbbb)"),
-        ({"inputs": {}}, "text is gone"),
+        ({"inputs": {}}, "text is not read"),
         ({"version": 2}, "stage version 1 → 2"),
-        ({"settings": {"tie": True, "points": 8}}, "points None → 8"),
+        ({"settings": {"tie": True, "points": 8}}, "points unset → 8"),
     ],
 )
 def test_every_kind_of_change_is_named(store: Store, publish: Publish, now: dict[str, Any], said: str) -> None:
