@@ -61,12 +61,14 @@ def test_a_torchrun_that_is_killed_leaves_no_worker(monkeypatch: pytest.MonkeyPa
     found: list[psutil.Process] = []
 
     def kill(*_: object) -> None:
-        if len(below()) == 3 and not found:
-            found.extend(below())
-            found[0].kill()
+        for agent in (process for process in below() if "tasks.agent" in process.cmdline()):
+            if len(below(agent)) == 2 and not found:
+                found.extend([agent, *below(agent)])
+                agent.kill()
 
     ended = light(monkeypatch, tmp_path, "sleep", on_progress=kill)
     assert ended.status == -signal.SIGKILL
+    assert len(found) == 3
     assert gone(found, 0)
 
 
