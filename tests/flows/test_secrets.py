@@ -91,7 +91,7 @@ def test_secrets_of_a_block_are_in_that_block_alone(
         assert holding(found) == [f"block {name}"]
     with using(environment(s3_server)):
         objects = contents(bucket)
-    assert {path.split("/")[1] for path in objects} == {"manifest", "payload", "run", "results"}
+    assert {path.split("/")[1] for path in objects} == {"manifest", "payload", "run"}
     assert holding(objects) == []
 
 
