@@ -314,7 +314,8 @@ class CompressConfig(Section):
     workers: WorkersConfig = Field(WorkersConfig(), description="Who shares the work of gather, measure and evaluate.")
     offload: bool = Field(
         False,
-        description="Keep the weights in host memory, one block at a time on the device, in gather, bases and measure.",
+        description="Keep the weights in host memory, one block at a time on the device; in every stage but train, "
+        "fisher and decode.",
     )
     stage_timeout_minutes: Positive | None = Field(
         None, description="A stage that takes longer than this fails, its work kept; none: no limit."

@@ -11,6 +11,7 @@ from flows.artifacts import show_markdown, show_plan, show_table, stage_rows
 from flows.evaluate_config import EvaluateConfig
 from flows.evaluating import describe_evaluation, find_evaluated
 from flows.operated import VERSION, operated
+from flows.task_runners import workers_of
 from storage.files import write_whole
 from tasks.artifacts import read_json
 from tasks.evaluate import EVALUATION
@@ -27,11 +28,17 @@ def evaluate_flow(config: EvaluateConfig) -> dict[str, Any]:
     started = time.monotonic()
     config.output.mkdir(parents=True, exist_ok=True)
     model, runtime = find_evaluated(config)
+    workers = workers_of(config.workers, runtime.device)
     stages = Stages(
-        place=config.store, runtime=runtime, verify=config.verify, timeout_minutes=config.stage_timeout_minutes
+        place=config.store,
+        runtime=runtime,
+        verify=config.verify,
+        timeout_minutes=config.stage_timeout_minutes,
+        workers=workers,
     )
     show_plan(stages.store, lambda runner: describe_evaluation(runner, config, model), model.name)
-    evaluation = describe_evaluation(stages, config, model)
+    with workers:
+        evaluation = describe_evaluation(stages, config, model)
     stages.close()
     content: dict[str, Any] = {"model": model.name, "revision": model.revision}
     content |= read_json(stages.store.local(evaluation) / EVALUATION)

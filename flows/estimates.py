@@ -56,7 +56,7 @@ HUB_TEXT_BYTES = 2_000_000  # taken for a hub dataset, whose size is not known h
 HUB_IMAGES = 10_000  # likewise, where it has no cap
 REPORT_BYTES = 500_000
 BANDWIDTH = {"cpu": 1e10, "cuda": 1e12}  # bytes a second that a decode step reads, roughly
-OFFLOADED = (gather, bases, measure)
+OFFLOADED = (gather, bases, measure, allocate_within, teacher, evaluate)
 PROCESSES = (2, 4, 8, 16, 32, 64)  # tried where a training does not fit
 COMPILE_SECONDS = 120  # of one tuned arm at one context, roughly
 
@@ -227,13 +227,14 @@ class Estimates:
             measurements=MEASUREMENTS,
             **self._batches(arguments["tokens"]),
             precision_bytes=self.precision_bytes,
+            offload=self.offload,
         )
 
     def _allocate(self, _: Arguments, __: str) -> Cost:
         return allocate_cost(self.prepared.units, points=self.prepared.points)
 
     def _teacher(self, arguments: Arguments, _: str) -> Cost:
-        return teacher_cost(self.shapes, **self._batches(arguments["tokens"]))
+        return teacher_cost(self.shapes, **self._batches(arguments["tokens"]), offload=self.offload)
 
     def _train(self, arguments: Arguments, key: str) -> Cost:
         settings = self.prepared.config.training
@@ -301,6 +302,7 @@ class Estimates:
             kl_sequences=0 if kl_tokens is None else self._tokens[kl_tokens.key][0],
             kl_length=self.prepared.config.test_length if kl_tokens is None else self._tokens[kl_tokens.key][1],
             precision_bytes=self.precision_bytes,
+            offload=self.offload,
         )
 
     def _once(self, figure: Callable[..., Cost], **arguments: Any) -> Cost:

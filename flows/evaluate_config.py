@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from flows.config import CompressConfig, ModelConfig, Positive
+from flows.config import CompressConfig, ModelConfig, Positive, WorkersConfig
 from flows.sources import Section, TextEvaluationConfig
 from storage.places import check_uri
 
@@ -25,6 +25,8 @@ class EvaluateConfig(Section):
     output: Path = Field(Path("runs/evaluate"), description="Folder for evaluation.json and evaluation.md.")
     device: str = SAME["device"]
     micro_batch: int = SAME["micro_batch"]
+    workers: WorkersConfig = Field(WorkersConfig(), description="Who shares the work.")
+    offload: bool = SAME["offload"]
     stage_timeout_minutes: Positive | None = SAME["stage_timeout_minutes"]
 
     @property

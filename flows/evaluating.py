@@ -14,9 +14,10 @@ from storage.manifest import ArtifactRef
 from storage.remembered import DigestMemory
 from tasks.caching import Runtime
 from tasks.calibrate import calibrate_test
-from tasks.evaluate import TaskFolder, evaluate, find_task_folder
+from tasks.evaluate import evaluate
 from tasks.models import AUTO, ModelSource, check_positions, find_model, load_skeleton, resolve_device
 from tasks.text import find_text
+from tasks.zero_shot import TaskFolder, find_task_folder
 
 
 def text_settings(
@@ -56,7 +57,10 @@ def find_evaluated(config: EvaluateConfig) -> tuple[ModelSource, Runtime]:
         )
     check_positions(model, load_skeleton(model), config.length, "evaluation.sequence_length")
     return model, Runtime(
-        device=device, micro_batch=config.micro_batch, task_batch_size=config.evaluation.task_batch_size
+        device=device,
+        micro_batch=config.micro_batch,
+        task_batch_size=config.evaluation.task_batch_size,
+        offload=config.offload,
     )
 
 

@@ -17,10 +17,10 @@ from lsp_core.units import Unit
 from storage.manifest import ArtifactRef
 from storage.remembered import DigestMemory
 from tasks.caching import Arguments, Runtime, Stage
-from tasks.evaluate import TaskFolder, find_task_folder
 from tasks.images import ImageOrigin, find_images
 from tasks.models import ModelSource, check_positions, find_model, load_skeleton, resolve_device, resolve_precision
 from tasks.text import TextOrigin, find_text
+from tasks.zero_shot import TaskFolder, find_task_folder
 
 LARGE_MODEL = 3_000_000_000  # parameters from which the KL grid has 16 points instead of 8
 

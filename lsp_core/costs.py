@@ -28,6 +28,7 @@ from lsp_core.peaks import (
     merging_peak,
     perplexity_peak,
     projecting_peak,
+    slots,
 )
 from lsp_core.sensitivity import counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, Shapes
@@ -110,13 +111,11 @@ def bases_cost(
         working = max(unit.dimension**2 for unit in units) * (precision_bytes + (4 * 8 if shapes.on_host else 0))
     else:
         working = bases_peak(shapes, units, dtype_of(precision_bytes), init, offload=offload)
-    kept = basis_bytes(units, precision_bytes)  # all of them, on the CPU, until they are saved
+    kept = basis_bytes(units, precision_bytes)  # each is written as soon as it is there
     return Cost(
         flops64=products,
         solver_flops=solvers,
-        peak_bytes=(0 if offload and not shapes.on_host else shapes.weight_bytes)
-        + working
-        + (kept if shapes.on_host else 0),
+        peak_bytes=(0 if offload and not shapes.on_host else shapes.weight_bytes) + working,
         read_bytes=shapes.stored_bytes + kept,
         written_bytes=kept,
     )
@@ -151,8 +150,7 @@ def measure_cost(
     probe_flops = probe.flops + len(batch) * length * sum(shapes.forward(length, block) for block in checked)
     checked_heads = 0.0 if shapes.linear_head else len(batch) * length * len(checked) * shapes.logits()
     working = measure_peak(shapes, units, batch, dtype_of(precision_bytes), offload=offload)
-    waiting = TOKEN_ID if offload and not shapes.on_host else streamed_bytes(shapes)
-    kept = (sequences - len(batch)) * length * waiting
+    kept = (sequences - len(batch)) * length * waiting_bytes(shapes, offload)
     return Cost(
         flops=tokens * flops + probe_flops,
         head_flops=tokens * heads + probe.head_flops + checked_heads,
@@ -205,18 +203,21 @@ def joint_cost(
     length: int,
     micro_batch: int,
     precision_bytes: int,
+    offload: bool = False,
 ) -> Cost:
     """A dense pass with its statistic, and ``measurements`` passes of the model cut as ``removed`` or near it."""
     tokens = sequences * length
     probe = probe_cost(shapes)
     batch = shapes.examples(min(micro_batch, sequences), length)
-    working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes))
+    working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes), offload=offload)
     return Cost(
         flops=tokens * (1 + measurements) * shapes.forward(length) + probe.flops,
         head_flops=tokens * (shapes.statistic() + measurements * shapes.logits()) + probe.head_flops,
         flops64=measurements * sum(projection_flops(unit, removed.get(unit.name, 0)) for unit in units),
         logits=tokens * (1 + measurements) * float(shapes.vocabulary),
-        peak_bytes=shapes.weight_bytes + working + (sequences - len(batch)) * length * streamed_bytes(shapes),
+        peak_bytes=held_bytes(shapes, offload)
+        + working
+        + (sequences - len(batch)) * length * waiting_bytes(shapes, offload),
         read_bytes=shapes.stored_bytes + basis_bytes(units, precision_bytes) + TOKEN_BYTES * tokens,
         written_bytes=64 * len(units),
     )
@@ -245,7 +246,7 @@ def merge_cost(shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int]
     if shapes.on_host:
         projected = projecting_peak(shapes, units, removed, shapes.examples(1, MERGE_PROBE))
         working = max(projected, merging_peak(shapes, units, removed))
-        peak = shapes.weight_bytes + basis_bytes(units, precision_bytes) + vectors + working
+        peak = shapes.weight_bytes + vectors + working
     products, solvers = merge_flops(units, removed)
     return Cost(
         flops=probe,
@@ -270,6 +271,7 @@ def evaluate_cost(
     kl_sequences: int = 0,
     kl_length: int | None = None,
     precision_bytes: int = 8,
+    offload: bool = False,
 ) -> Cost:
     """One forward pass with logits; of the dense model, of a merged ``checkpoint``, or of ``removed`` merged untrained.
 
@@ -282,7 +284,8 @@ def evaluate_cost(
     change = sum(factor_products(u, u.dimension - removed[u.name]) - u.parameters for u in active)
     saved = sum(unit.saved(removed[unit.name]) for unit in active) * shapes.dtype.itemsize
     batch = shapes.examples(min(micro_batch, sequences), length)
-    peak = shapes.weight_bytes - saved + perplexity_peak(shapes, batch)
+    held = held_bytes(shapes, offload) + (slots(shapes, active, removed) if offload else 0)
+    peak = held - (0 if offload and not shapes.on_host else saved) + perplexity_peak(shapes, batch)
     flops, heads, logits = tokens * (shapes.forward(length) + 2.0 * change), tokens * shapes.logits(), float(tokens)
     products = solvers = 0.0
     read = shapes.stored_bytes + TOKEN_BYTES * tokens
@@ -293,7 +296,8 @@ def evaluate_cost(
         read += kept
         products, solvers = merge_flops(units, removed)
         host = kept if shapes.on_host else 0
-        peak = max(peak, shapes.weight_bytes + host + merging_peak(shapes, units, removed))
+        if shapes.on_host or not offload:  # else on the CPU
+            peak = max(peak, shapes.weight_bytes + host + merging_peak(shapes, units, removed))
     if kl_sequences:
         length = kl_length or length
         tokens, batch = kl_sequences * length, shapes.examples(min(micro_batch, kl_sequences), length)
@@ -302,9 +306,9 @@ def evaluate_cost(
         products += sum(projection_flops(unit, removed[unit.name]) for unit in active)
         logits += 2.0 * tokens
         read += TOKEN_BYTES * tokens
-        working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes))
-        kept = (kl_sequences - len(batch)) * length * streamed_bytes(shapes)
-        peak = max(peak, shapes.weight_bytes + working + kept)
+        working = joint_peak(shapes, units, removed, batch, dtype_of(precision_bytes), offload=offload)
+        kept = (kl_sequences - len(batch)) * length * waiting_bytes(shapes, offload)
+        peak = max(peak, held_bytes(shapes, offload) + working + kept)
     return Cost(
         flops=flops,
         head_flops=heads,
@@ -336,9 +340,13 @@ def held_bytes(shapes: Shapes, offload: bool) -> int:
     return rest_bytes(shapes.model) if offload and not shapes.on_host else shapes.weight_bytes
 
 
-def streamed_bytes(shapes: Shapes) -> int:
-    """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token."""
-    return shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes + TOKEN_ID
+def waiting_bytes(shapes: Shapes, offload: bool) -> int:
+    """Bytes that measuring keeps of a token: a block's input, the teacher's statistic, the token.
+
+    With ``offload``, off the CPU, the token alone.
+    """
+    kept = 0 if offload and not shapes.on_host else shapes.hidden * shapes.dtype.itemsize + shapes.statistic_bytes
+    return kept + TOKEN_ID
 
 
 def dtype_of(precision_bytes: int) -> torch.dtype:

@@ -23,15 +23,15 @@ aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)  # a number off a tensor
 
 
-def peak_bytes(run: Callable[[], object], *, host: Iterable[Tensor] = ()) -> int:
+def peak_bytes(run: Callable[[], object], *, host: Iterable[Tensor] = (), lapack: bool = False) -> int:
     """Returns the most bytes that the tensors made by ``run`` hold at one time; what exists before is not counted.
 
     ``run`` works on meta tensors, with small ones on the CPU beside them. ``host``: those that stand for memory of the
-    host; their clones are there too and are not counted.
+    host; their clones are there too and are not counted. ``lapack``: with the workspace of its eigendecompositions.
     """
     with ExitStack() as stack:
         stack.enter_context(_FusedAttention())
-        ledger = stack.enter_context(_Ledger(host))
+        ledger = stack.enter_context(_Ledger(host, lapack))
         run()
     peak: int = ledger.peak
     return peak
@@ -40,8 +40,9 @@ def peak_bytes(run: Callable[[], object], *, host: Iterable[Tensor] = ()) -> int
 class _Ledger(TorchDispatchMode):
     """Adds up the bytes of the living meta storages that were made under it."""
 
-    def __init__(self, host: Iterable[Tensor]) -> None:
+    def __init__(self, host: Iterable[Tensor], lapack: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._lapack = lapack
         self._host = {tensor.untyped_storage()._cdata for tensor in host}
         self.live = 0
         self.peak = 0
@@ -78,6 +79,8 @@ class _Ledger(TorchDispatchMode):
             known |= {tensor.untyped_storage()._cdata for tensor in made}
         for tensor in made:
             self._enter(tensor, known)
+        if self._lapack and func is aten._linalg_eigh.default:
+            self._enter(args[0].new_empty(2, *args[0].shape), set())  # divide and conquer, beside the eigenvectors
         return result
 
     def _enter(self, tensor: Tensor, known: set[int]) -> None:

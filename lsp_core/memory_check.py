@@ -78,9 +78,9 @@ def stated_peaks(shapes: Shapes, units: list[Unit], removed: Mapping[str, int], 
         found[f"gather{ending}"] = gather_cost(shapes, units, **grams, offload=offload)
         found[f"bases{ending}"] = bases_cost(shapes, units, precision_bytes=8, offload=offload)
         found[f"measure{ending}"] = measure_cost(shapes, units, points=2, **grams, offload=offload)
-    found["teacher"] = teacher_cost(shapes, **sizes.batches)
+        found[f"teacher{ending}"] = teacher_cost(shapes, **sizes.batches, offload=offload)
+        found[f"evaluate{ending}"] = evaluate_cost(shapes, units, **sizes.batches, offload=offload)
     found["train"] = training_cost(shapes, units, removed, sizes)
-    found["evaluate"] = evaluate_cost(shapes, units, **sizes.batches)
     return {stage: cost.peak_bytes for stage, cost in found.items()}
 
 
@@ -128,6 +128,7 @@ def measured_peaks(
     squares = {unit.dimension: _orthogonal(unit.dimension, device) for unit in distinct(units)}
     bases = {unit.name: squares[unit.dimension] for unit in units}
     found: dict[str, int] = {}
+    teachers: list[Any] = []
     for offload, ending in ((True, OFFLOADED), (False, "")):
         home = HOME if offload else None
         if not offload:
@@ -137,13 +138,14 @@ def measured_peaks(
         with offloaded(model, device) if offload else nullcontext():
             found[f"gather{ending}"] = _measured(device, partial(gathering, model, units, tokens, **batch))
             found[f"measure{ending}"] = _measured(device, partial(_measure, model, units, bases, tokens, home, batch))
-    teachers: list[Any] = []
-    found["teacher"] = _measured(device, lambda: teachers.append(cache_teacher(model, tokens, **batch)))
+            found[f"evaluate{ending}"] = _measured(device, partial(_evaluate, model, tokens[: sizes.micro_batch]))
+            found[f"teacher{ending}"] = _measured(
+                device, lambda: teachers.append(cache_teacher(model, tokens, **batch))
+            )
     training = partial(
         train_projectors, model, units, bases, removed, tokens, tokens[: sizes.micro_batch], sizes.training
     )
     found["train"] = _measured(device, partial(training, teacher=teachers[0]))
-    found["evaluate"] = _measured(device, partial(_evaluate, model, tokens[: sizes.micro_batch]))
     return found
 
 

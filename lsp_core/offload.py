@@ -48,10 +48,10 @@ def rest_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in _outside(model, find_blocks(model)))
 
 
-def block_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the largest slot that a block of ``model`` needs."""
+def slot_sizes(model: nn.Module) -> list[int]:
+    """Returns the bytes of the slot that each block of ``model`` needs."""
     blocks = find_blocks(model)
-    return max(sum(_padded(p) for p in own) for own in _own(blocks, _outside(model, blocks)))
+    return [sum(_padded(p) for p in own) for own in _own(blocks, _outside(model, blocks))]
 
 
 class Offload:

@@ -6,7 +6,7 @@ caller. Bases and grids are counted where the stage keeps them on the device.
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from lsp_core.exchange import Exchange
 from lsp_core.fisher import Fisher
 from lsp_core.gram import evaluating, gather_grams
 from lsp_core.merging import merge_model, projected_outputs
-from lsp_core.offload import block_bytes, offloaded
+from lsp_core.offload import offloaded, slot_sizes
 from lsp_core.ownership import assign_owners, orthogonal_costs
 from lsp_core.projector import attached
 from lsp_core.sensitivity import Sensitivity
@@ -55,7 +55,16 @@ def gather_peak(
 
 def second_slot(shapes: Shapes) -> int:
     """Bytes of the slot that the next block is copied into, off the CPU."""
-    return 0 if shapes.on_host else block_bytes(shapes.model)
+    return 0 if shapes.on_host else max(slot_sizes(shapes.model))
+
+
+def slots(shapes: Shapes, units: Iterable[Unit] = (), removed: Mapping[str, int] | None = None) -> int:
+    """Bytes of all slots, one on the CPU and two elsewhere, of the blocks as ``removed`` leaves them."""
+    saved = Counter[int]()
+    for unit in units:
+        saved[unit.block] += unit.saved((removed or {}).get(unit.name, 0)) * shapes.dtype.itemsize
+    largest = max(size - saved[block] for block, size in enumerate(slot_sizes(shapes.model)))
+    return largest * (1 if shapes.on_host else 2)
 
 
 def bases_peak(
@@ -70,7 +79,7 @@ def bases_peak(
             weights = [torch.empty_like(weight) for weight in weights]
         ordered_basis(unit, gram, weights, init=init)
 
-    return max((peak_bytes(partial(one, unit)) for unit in distinct(units)), default=0)
+    return max((peak_bytes(partial(one, unit), lapack=shapes.on_host) for unit in distinct(units)), default=0)
 
 
 def measure_peak(
@@ -84,11 +93,14 @@ def measure_peak(
         for unit in distinct(units):
             sensitivity.measure(unit.name, max(1, unit.dimension // 2))
 
-    if not offload:
-        return peak_bytes(some)
+    return _offloaded_peak(shapes, some) if offload else peak_bytes(some)
+
+
+def _offloaded_peak(shapes: Shapes, run: Callable[[], object]) -> int:
+    """What ``run`` takes on the device, where the blocks' weights are not, and the slots."""
     with offloaded(shapes.model, META) as placed:
         homes = [] if shapes.on_host else [home.buffer for home in placed.homes]
-        return peak_bytes(some, host=homes) + second_slot(shapes)
+        return peak_bytes(run, host=homes) + second_slot(shapes)
 
 
 def fisher_peak(shapes: Shapes, units: Sequence[Unit], example: Tensor, precision: torch.dtype) -> int:
@@ -103,15 +115,21 @@ def fisher_peak(shapes: Shapes, units: Sequence[Unit], example: Tensor, precisio
 
 
 def joint_peak(
-    shapes: Shapes, units: Sequence[Unit], removed: Mapping[str, int], batch: Tensor, precision: torch.dtype
+    shapes: Shapes,
+    units: Sequence[Unit],
+    removed: Mapping[str, int],
+    batch: Tensor,
+    precision: torch.dtype,
+    *,
+    offload: bool = False,
 ) -> int:
-    """A basis, on the CPU all; the weights that the truncation sets aside, and a pass over ``batch``."""
+    """A basis, on the CPU all; the weights that the truncation sets aside, and a pass over ``batch``; the slots."""
 
     def joint() -> None:
         bases = _bases_where_used(shapes, units, precision)
         Sensitivity(shapes.model, units, bases, batch, micro_batch=len(batch), inputs=shapes.inputs).joint(removed)
 
-    return peak_bytes(joint)
+    return _offloaded_peak(shapes, joint) if offload else peak_bytes(joint)
 
 
 def teacher_peak(shapes: Shapes, batch: Tensor) -> int:

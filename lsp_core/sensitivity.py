@@ -78,24 +78,39 @@ class Sensitivity:
         with torch.inference_mode(), evaluating(self.model):
             self.stream.advance_to(unit.block)
             with truncated(self.model, removed, self.units, self.bases):
-                return self._mean_kl(f"removing {count} directions of unit {name}", streamed=self.stream.possible)
+                sums = self._sums(f"removing {count} directions of unit {name}", streamed=self.stream.possible)
+        return _mean(sums)
 
     def joint(self, removed: Mapping[str, int]) -> float:
         """Returns the KL, in nats, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
-        with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._mean_kl("the joint allocation", streamed=False)
+        return _mean(self.joint_sums(removed))
 
-    def _mean_kl(self, what: str, *, streamed: bool) -> float:
-        total, count = 0.0, 0
+    def joint_sums(self, removed: Mapping[str, int]) -> list[tuple[float, int]]:
+        """Returns that KL added up over each micro-batch, in float64, and over how many tokens, images or positions.
+
+        Errors: ``NonFiniteError``.
+        """
+        with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
+            return self._sums("the joint allocation", streamed=False)
+
+    def _sums(self, what: str, *, streamed: bool) -> list[tuple[float, int]]:
+        sums: list[tuple[float, int]] = []
         for index, batch in enumerate(self.batches):
             outputs = self.stream.from_block(index) if streamed else self.readout.outputs(batch)
             teacher = self.teacher[index] if self.home is None else self.teacher[index].to(self.model.device)
             kl = self.readout.divergence(outputs, teacher, self.readout.kept(batch))
-            total += kl.sum(dtype=torch.float64).item()
-            count += kl.numel()
-        if not math.isfinite(total):
-            raise NonFiniteError(f"{what} gives a divergence of {total}")
-        return total / count
+            sums.append((kl.sum(dtype=torch.float64).item(), kl.numel()))
+            if not math.isfinite(sums[-1][0]):
+                raise NonFiniteError(f"{what} gives a divergence of {sums[-1][0]}")
+        return sums
+
+
+def _mean(sums: Sequence[tuple[float, int]]) -> float:
+    total, count = 0.0, 0
+    for value, number in sums:
+        total += value
+        count += number
+    return total / count
 
 
 @contextmanager

@@ -4,17 +4,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lsp_core.costs import TOKEN_BYTES, basis_bytes, dtype_of, probe_cost, vector_bytes
+from lsp_core.costs import TOKEN_BYTES, basis_bytes, dtype_of, held_bytes, probe_cost, vector_bytes
 from lsp_core.flops import (
     activation_form_flops,
     factor_form_flops,
     factor_products,
     orthogonal_flops,
 )
-from lsp_core.offload import block_bytes, rest_bytes
+from lsp_core.offload import rest_bytes, slot_sizes
 from lsp_core.ownership import assign_owners, orthogonal_costs
 from lsp_core.peaks import (
     most_loaded,
+    slots,
     teacher_peak,
     training_peak,
 )
@@ -24,12 +25,13 @@ from lsp_core.units import Unit
 TEACHER_PART = 128  # sequences that the teacher's statistic is put together from
 
 
-def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: int) -> Cost:
+def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: int, offload: bool = False) -> Cost:
     """One forward pass and the statistic of each token; nothing is kept of a head that is not linear."""
     tokens = sequences * length
     probe = probe_cost(shapes)
+    held = held_bytes(shapes, offload) + (slots(shapes) if offload else 0)
     if not shapes.keeps_teacher:
-        return Cost(peak_bytes=shapes.weight_bytes, read_bytes=shapes.stored_bytes)
+        return Cost(peak_bytes=held, read_bytes=shapes.stored_bytes)
     batch = shapes.examples(min(micro_batch, sequences), length)
     working = teacher_peak(shapes, batch)
     whole = tokens * shapes.statistic_bytes
@@ -40,7 +42,7 @@ def teacher_cost(shapes: Shapes, *, sequences: int, length: int, micro_batch: in
         flops=tokens * shapes.forward(length) + probe.flops,
         head_flops=tokens * shapes.statistic() + probe.head_flops,
         logits=float(tokens) * shapes.vocabulary,
-        peak_bytes=shapes.weight_bytes + working,
+        peak_bytes=held + working,
         read_bytes=shapes.stored_bytes + TOKEN_BYTES * tokens,
         written_bytes=whole,
     )
@@ -131,12 +133,13 @@ def train_cost(
     if shapes.on_host:
         owners = assign_owners(orthogonal_costs(units, removed), processes)
         member = most_loaded(units, owners)
-        own = vector_bytes(shapes, [unit for unit in active if owners[unit.name] == member], removed)
-        working += bases + statistic + 2 * own + 8 * ids  # the best V, and the one that takes its place
+        owned = [unit for unit in active if owners[unit.name] == member]  # of the others no basis is read
+        own = vector_bytes(shapes, owned, removed)  # the best V, and the one that takes its place
+        working += basis_bytes(owned, precision_bytes) + statistic + 2 * own + 8 * ids
     held = shapes.weight_bytes
     if sharded:
         outside = rest_bytes(shapes.model)
-        held = outside + (held - outside) // processes + 2 * block_bytes(shapes.model)
+        held = outside + (held - outside) // processes + 2 * max(slot_sizes(shapes.model))
     return Cost(
         flops=flops,
         gradient_flops=gradient,
@@ -144,7 +147,7 @@ def train_cost(
         flops64=products,
         solver_flops=solvers,
         logits=float(softmaxes) * shapes.vocabulary,
-        peak_bytes=held + working,
+        peak_bytes=max(held + working, shapes.weight_bytes if shapes.on_host else 0),  # there it begins whole
         processes=processes,
         read_bytes=shapes.stored_bytes + bases + statistic + TOKEN_BYTES * ids,
         written_bytes=vectors,

@@ -9,7 +9,7 @@ from tasks.allocate import allocation_record, read_allocator
 from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
 from tasks.measure import open_sensitivity
-from tasks.models import ModelSource, load_model
+from tasks.models import ModelSource, load_model, placed
 from tasks.plots import plot_tradeoff
 
 CURVE, PICTURE = "curve.json", "plots/curve.png"
@@ -32,11 +32,11 @@ def curve(
     """Publishes predicted and joint KL and the size at ``points`` ratios, the last the largest; and their picture."""
     allocator = read_allocator(work, bases, grid, method, min_rank, keep_dense)
     units, tensors = read_bases(work, bases)
-    loaded = load_model(model, work.runtime.device)
+    loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
     parameters = sum(parameter.numel() for parameter in loaded.parameters())
-    sensitivity = open_sensitivity(work, loaded, units, tensors, tokens)
     rows: list[dict[str, Any]] = []
-    with work.progress() as progress:
+    with placed(loaded, work.runtime) as home, work.progress() as progress:
+        sensitivity = open_sensitivity(work, loaded, units, tensors, tokens, home)
         for point in range(1, points + 1):
             chosen = allocator.allocate(allocator.largest * (point / points))
             size = checkpoint_bytes(loaded, units, chosen.removed, dtype=loaded.dtype)

@@ -1,72 +1,60 @@
 """evaluate: perplexity, joint divergence and lm-eval tasks of a dense, an untrained or a trained compressed model."""
 
+import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsp_core.inputs import inputs_of
 from lsp_core.modeling import load_compressed
-from storage.digest import canonical_json, digest_bytes, digest_file
+from lsp_core.sensitivity import Sensitivity
 from storage.grid import tokens_shape
 from storage.manifest import ArtifactRef
 from tasks.allocate import read_removed
 from tasks.artifacts import read_bases, read_json, read_tokens, write_json
-from tasks.caching import Parts, Share, Source, Work, stage
+from tasks.caching import Parts, Share, Work, stage
+from tasks.examples import read_examples
 from tasks.features import evaluate_features
-from tasks.measure import open_sensitivity
+from tasks.losses import sum_losses
 from tasks.merge import merge_initial
-from tasks.models import LOADING, ModelSource, load_model, load_tokenizer
-from tasks.perplexity import keep_sums, measure_perplexity, read_sums
+from tasks.models import LOADING, ModelSource, load_model, load_tokenizer, placed
 from tasks.shares import contiguous
+from tasks.sums import Sums, keep_sums, mean_of
+from tasks.zero_shot import TaskFolder, run_tasks
 
 EVALUATION = "evaluation.json"
-LOSSES = "losses"
+LOSSES, DIVERGENCES = "losses", "divergences"
 LEAST_BATCHES = 4  # micro-batches of a share
 
 
-class TaskFolder(Source):
-    """A local folder of lm-eval task files; the digest covers them."""
-
-    folder: str
-
-    def facts(self) -> dict[str, Any]:
-        return {"name": self.folder}
-
-    def current_digest(self) -> str:
-        return _digest_tasks(Path(self.folder))
-
-
-def find_task_folder(folder: Path | None) -> TaskFolder | None:
-    """Returns the folder of local lm-eval tasks with its content digested.
-
-    Errors: ``ValueError`` if it does not exist.
-    """
-    if folder is None:
-        return None
-    if not folder.is_dir():
-        raise ValueError(f"evaluation.task_folder={str(folder)!r}: there is no such folder")
-    return TaskFolder(folder=str(folder.resolve()), digest=_digest_tasks(folder.resolve()))
-
-
-def _digest_tasks(folder: Path) -> str:
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return digest_bytes(
-        canonical_json({path.relative_to(folder).as_posix(): digest_file(path) for path in files}).encode()
-    )
-
-
-def shared_windows(
-    work: Work, workers: int, *, model: ModelSource, tokens: ArtifactRef, **_subject: Any
+def shared_evaluation(
+    work: Work,
+    workers: int,
+    *,
+    model: ModelSource,
+    tokens: ArtifactRef,
+    kl_tokens: ArtifactRef | None = None,
+    tasks: list[str] | None = None,
+    **_subject: Any,
 ) -> list[Share]:
-    """Returns the test windows of a language model in shares of whole micro-batches, one a worker.
+    """Returns the evaluation of a language model in shares of pieces: an lm-eval task, or a part of all windows.
 
-    A share loads the model, and merges an untrained one: it is of several micro-batches, or there is none.
+    A share loads the model, and merges an untrained one: its windows are several micro-batches.
     """
     if not model.gives_text:
         return []
+    shares: list[Share] = [[["task", name]] for name in tasks or ()]
+    sums = {"kl": kl_tokens, "loss": tokens}
+    cuts = {kind: _cut(work, ref, workers) for kind, ref in sums.items() if ref is not None}
+    parts = max(map(len, cuts.values()))
+    return shares + [[[kind, *cut[part]] for kind, cut in cuts.items() if part < len(cut)] for part in range(parts)]
+
+
+def _cut(work: Work, tokens: ArtifactRef, workers: int) -> list[list[int]]:
+    """Returns the windows of ``tokens``, cut between micro-batches, for at most so many workers."""
     windows, size = tokens_shape(work.folder(tokens))[0], work.runtime.micro_batch
     batches = -(-windows // size)
     cut = contiguous(batches, min(workers, batches // LEAST_BATCHES), lambda start, stop: stop - start)
@@ -82,19 +70,29 @@ def evaluate_share(
     checkpoint: ArtifactRef | None = None,
     bases: ArtifactRef | None = None,
     allocation: ArtifactRef | None = None,
+    kl_tokens: ArtifactRef | None = None,
+    tasks: list[str] | None = None,
+    task_folder: TaskFolder | None = None,
+    task_limit: int | None = None,
     **_further: Any,
 ) -> None:
-    """Sums the losses of the windows ``share[0]`` to ``share[1]`` - 1 and keeps the sums of their micro-batches."""
+    """Does the pieces of ``share`` and keeps what they give: sums of micro-batches, figures of lm-eval tasks."""
+    pieces = {kind: place for kind, *place in share}
     subject = _load(work, model, checkpoint)
     if bases is not None and allocation is not None:
+        if "kl" in pieces and kl_tokens is not None:
+            _joint_sums(work, subject, bases, allocation, kl_tokens, range(*pieces["kl"]))
+        if pieces.keys() == {"kl"}:
+            return
         merge_initial(work, subject, bases, allocation)
-    windows, file = read_tokens(work, tokens), f"{LOSSES}/{share[0]}-{share[1]}.safetensors"
-    with work.progress() as progress:
-        keep = partial(work.keep, file)
-        keep_sums(work.scratch / file, subject, windows, range(*share), work.runtime.micro_batch, progress, keep)
+    with placed(subject, work.runtime):
+        if "loss" in pieces:
+            _loss_sums(work, subject, read_tokens(work, tokens), range(*pieces["loss"]))
+        if "task" in pieces:
+            run_tasks(work, subject, model, pieces["task"], task_folder, task_limit)
 
 
-@stage(parts=Parts(plan=shared_windows, run=evaluate_share))
+@stage(parts=Parts(plan=shared_evaluation, run=evaluate_share))
 def evaluate(
     work: Work,
     *,
@@ -127,38 +125,62 @@ def evaluate(
     subject = _load(work, model, checkpoint)
     if bases is not None and allocation is not None:
         if kl_tokens is not None:
-            result["kl_joint"] = _joint_kl(work, subject, bases, allocation, kl_tokens)
+            result["kl_joint"] = mean_of(_joint_sums(work, subject, bases, allocation, kl_tokens))
         merge_initial(work, subject, bases, allocation)
     result["parameters"] = sum(p.numel() for p in subject.parameters())
-    if model.gives_text:
-        windows = read_tokens(work, tokens)
-        with work.progress() as progress:
-            known = read_sums(work.scratch / LOSSES, work.runtime.micro_batch)
-            perplexity = measure_perplexity(subject, windows, work.runtime.micro_batch, progress, known)
-        result |= {"perplexity": perplexity, "tokens": windows.numel(), "windows": len(windows)}
-    else:
-        sets = zip(transfer_names or (), (transfer or [])[::2], (transfer or [])[1::2], strict=True)
-        result |= evaluate_features(work, subject, tokens, dense=dense, labelled=labelled, transfer=list(sets))
-    if prompt is not None:
-        result["continuation"] = continue_prompt(subject, load_tokenizer(model.own_tokenizer), prompt, prompt_tokens)
-    if tasks:
-        result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
+    with placed(subject, work.runtime):
+        if model.gives_text:
+            windows = read_tokens(work, tokens)
+            perplexity = math.exp(mean_of(_loss_sums(work, subject, windows)))
+            result |= {"perplexity": perplexity, "tokens": windows.numel(), "windows": len(windows)}
+        else:
+            sets = zip(transfer_names or (), (transfer or [])[::2], (transfer or [])[1::2], strict=True)
+            result |= evaluate_features(work, subject, tokens, dense=dense, labelled=labelled, transfer=list(sets))
+        if prompt is not None:
+            tokenizer = load_tokenizer(model.own_tokenizer)
+            result["continuation"] = continue_prompt(subject, tokenizer, prompt, prompt_tokens)
+        if tasks:
+            result["tasks"] = run_tasks(work, subject, model, tasks, task_folder, task_limit)
     write_json(work.output / EVALUATION, result)
 
 
 def _load(work: Work, model: ModelSource, checkpoint: ArtifactRef | None) -> PreTrainedModel:
-    """Returns the merged ``checkpoint``, or the dense model where there is none."""
+    """Returns the merged ``checkpoint``, or the dense model where there is none; to be used inside ``placed``."""
+    runtime = work.runtime
     if checkpoint is None:
-        return load_model(model, work.runtime.device)
+        return load_model(model, runtime.device, offload=runtime.offload)
     with LOADING:
-        return load_compressed(work.folder(checkpoint)).model.to(work.runtime.device)
+        return load_compressed(work.folder(checkpoint)).model.to("cpu" if runtime.offload else runtime.device)
 
 
-def _joint_kl(
-    work: Work, model: PreTrainedModel, bases: ArtifactRef, allocation: ArtifactRef, tokens: ArtifactRef
-) -> float:
+def _loss_sums(work: Work, model: PreTrainedModel, windows: Tensor, share: range | None = None) -> Sums:
+    compute = partial(map, partial(sum_losses, model, windows))
+    with work.progress() as progress:
+        return keep_sums(work, LOSSES, share or range(len(windows)), compute, progress)
+
+
+def _joint_sums(
+    work: Work,
+    model: PreTrainedModel,
+    bases: ArtifactRef,
+    allocation: ArtifactRef,
+    tokens: ArtifactRef,
+    share: range | None = None,
+) -> Sums:
+    """Returns the sums of the allocation's KL as a whole; those not kept come in one go: weights are cut once."""
     units, tensors = read_bases(work, bases)
-    return open_sensitivity(work, model, units, tensors, tokens).joint(read_removed(work, allocation))
+    removed, examples = read_removed(work, allocation), read_examples(work, tokens, model)
+
+    def compute(batches: list[range]) -> list[tuple[float, int]]:
+        first, last, count = batches[0].start, batches[-1].stop, sum(map(len, batches))
+        gaps = count < last - first
+        chosen = examples.values[[i for batch in batches for i in batch]] if gaps else examples.values[first:last]
+        options: dict[str, Any] = {"micro_batch": work.runtime.micro_batch, "inputs": examples.inputs}
+        with placed(model, work.runtime) as home:
+            return Sensitivity(model, units, tensors, chosen, home=home, **options).joint_sums(removed)
+
+    with work.progress() as progress:
+        return keep_sums(work, DIVERGENCES, share or range(len(examples.values)), compute, progress)
 
 
 def read_evaluation(work: Work, evaluation: ArtifactRef) -> dict[str, Any]:
@@ -181,41 +203,3 @@ def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
             ids = torch.cat([ids, following[:, None]], dim=1)
     text: str = tokenizer.decode(ids[0, -count:])
     return text
-
-
-def run_tasks(
-    work: Work,
-    model: PreTrainedModel,
-    source: ModelSource,
-    tasks: list[str],
-    folder: TaskFolder | None,
-    limit: int | None,
-) -> dict[str, dict[str, float]]:
-    """Returns the zero-shot metrics of each lm-eval task; ``acc`` is plain accuracy."""
-    from lm_eval import simple_evaluate  # several seconds to import
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    known = TaskManager(include_path=None if folder is None else folder.folder)
-    unknown = [name for name in tasks if name not in known.all_tasks]
-    if unknown:
-        raise ValueError(
-            f"evaluation.tasks: lm-eval knows no {', '.join(unknown)}: list its tasks with `lm-eval ls tasks`"
-        )
-    wrapped = HFLM(
-        pretrained=model,
-        tokenizer=load_tokenizer(source.own_tokenizer),
-        batch_size=work.runtime.task_batch_size,
-        device=str(model.device),
-    )
-    results = simple_evaluate(
-        model=wrapped, tasks=tasks, num_fewshot=0, limit=limit, task_manager=known, bootstrap_iters=0
-    )
-    return {
-        name: {
-            metric.split(",")[0]: value
-            for metric, value in metrics.items()
-            if isinstance(value, float) and "stderr" not in metric
-        }
-        for name, metrics in results["results"].items()
-    }

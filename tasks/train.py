@@ -24,7 +24,7 @@ from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
 from tasks.examples import Examples, LabelUse, read_examples
 from tasks.launch import in_processes_of_their_own, launch_training
-from tasks.models import ModelSource, load_model
+from tasks.models import ModelSource, load_model, placed
 
 HISTORY = "training.json"
 CHECKPOINT = "checkpoint"
@@ -37,12 +37,12 @@ def teacher(work: Work, *, model: ModelSource, tokens: ArtifactRef, checkpoint_s
 
     ``checkpoint_sequences``, a hint: sequences between two saves.
     """
-    loaded = load_model(model, work.runtime.device)
-    readout = Readout(loaded, purpose="train")
-    if readout.kind == "lm" and readout.head is None:  # V numbers a token: recomputing costs less than keeping
-        save_tensors(work.output, {})
-        return
-    with work.progress() as progress:
+    loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
+    with placed(loaded, work.runtime), work.progress() as progress:
+        readout = Readout(loaded, purpose="train")
+        if readout.kind == "lm" and readout.head is None:  # V numbers a token: recomputing costs less than keeping
+            save_tensors(work.output, {})
+            return
         examples = read_examples(work, tokens, loaded)
         statistic = cache_teacher(
             loaded,

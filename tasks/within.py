@@ -10,7 +10,7 @@ from tasks.allocate import ALLOCATION, allocation_record, read_allocator
 from tasks.artifacts import read_bases, write_json
 from tasks.caching import Work, stage
 from tasks.measure import open_sensitivity
-from tasks.models import ModelSource, load_model
+from tasks.models import ModelSource, load_model, placed
 
 TOLERANCE = 0.005  # of the ratio
 MEASUREMENTS = 9  # at most: the largest ratio, and eight halvings of the range
@@ -36,13 +36,14 @@ def allocate_within(
     """
     allocator = read_allocator(work, bases, grid, method, min_rank, keep_dense)
     units, tensors = read_bases(work, bases)
-    sensitivity = open_sensitivity(work, load_model(model, work.runtime.device), units, tensors, tokens)
+    loaded = load_model(model, work.runtime.device, offload=work.runtime.offload)
     joint: dict[tuple[int, ...], float] = {}  # by removed counts: near ratios may give the same
     tried: list[dict[str, float | None]] = []
     best: Allocation | None = None
     low, high = 0.0, allocator.largest
     ratio = high
-    with work.progress() as progress:
+    with placed(loaded, work.runtime) as home, work.progress() as progress:
+        sensitivity = open_sensitivity(work, loaded, units, tensors, tokens, home)
         while len(tried) < MEASUREMENTS:
             chosen = allocator.allocate(ratio)
             counts = tuple(chosen.removed.values())

@@ -77,6 +77,23 @@ def test_a_compressed_folder_gives_the_figures_of_the_report_and_is_cached(
     assert (again["perplexity"], again["config"]["micro_batch"]) == (result["perplexity"], 2)
 
 
+def test_several_workers_and_one_block_at_a_time_give_the_same_figures(
+    report: dict[str, Any],
+    config: Callable[[Path | str], EvaluateConfig],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (result,) = report["results"]
+    given = config(result["checkpoint"]).model_dump()
+    given |= {"store": str(tmp_path / "store"), "workers": {"count": 2}, "offload": True, "micro_batch": 1}
+    found = evaluate_flow(EvaluateConfig(**given))
+    assert {stage["state"] for stage in found["stages"]} == {"Completed"}
+    assert "evaluate: 2 parts, 2 workers" in caplog.text
+    for name in ("parameters", "continuation"):
+        assert found[name] == result[name]
+    assert found["perplexity"] == pytest.approx(result["perplexity"], rel=1e-5)  # float32, other micro-batches
+
+
 def test_what_cannot_be_evaluated_is_refused(config: Callable[[Path | str], EvaluateConfig], tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertConfig, BertModel
 

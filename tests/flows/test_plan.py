@@ -121,14 +121,19 @@ def test_what_cannot_fit_has_an_exit_status_of_its_own(
     assert "DOES NOT FIT: " in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_told_which_setting_makes_it_fit(tiny_config: Make, tmp_path: Path) -> None:
-    prepared = replace(prepare(tiny_config(tmp_path), partly=True), device="cuda")
+def test_what_does_not_fit_is_told_which_setting_makes_it_fit(
+    tiny_config: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    given = json.loads((tiny_model / "config.json").read_text()) | {"num_hidden_layers": 8, "layer_types": None}
+    path.write_text(json.dumps(given))  # of two blocks, two slots hold all there is
+    prepared = replace(prepare(tiny_config(tmp_path, model={"name_or_path": str(path)}), partly=True), device="cuda")
     store = open_store(prepared.config.store, verify=False, writable=False)
     estimates = Estimates(prepared, store)
     planner = Planner(store=store, estimates=estimates)
     build(planner, prepared)
     peaks = {step.label: cost.peak_bytes for step, cost in planner.costs if cost is not None}
-    for label in ("gather", "bases", "measure"):
+    for label in ("gather", "bases", "measure", "train teacher", "evaluate dense", "evaluate 0.3-kl"):
         assert estimates.remedy(*planner.asked[label], peaks[label] - 1) == "set offload: true"
         assert estimates.remedy(*planner.asked[label], 100) is None
     train = estimates.remedy(*planner.asked["train 0.3-kl"], peaks["train 0.3-kl"] - 1)

@@ -1,14 +1,6 @@
-"""Costs against what the stages really do: counted FLOPs, bytes of tensors, and the memory of a process."""
+"""Costs against what the stages really do: counted FLOPs and bytes of tensors; memory is in test_memory."""
 
-import ctypes
-import gc
-import json
-import os
-import subprocess
-import sys
-from contextlib import nullcontext
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +9,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lsp_core import costs, training_costs
 from lsp_core.basis import ordered_basis
-from lsp_core.block_grams import gather_by_blocks
-from lsp_core.discovery import discover_units
 from lsp_core.fisher import Fisher
 from lsp_core.flops import merge_flops
 from lsp_core.gram import gather_grams
 from lsp_core.merging import merge_model, removed_directions
-from lsp_core.offload import offloaded
 from lsp_core.sensitivity import Sensitivity, counts_to_measure, removal_counts
 from lsp_core.shapes import Cost, head_is_linear, shapes_of
 from lsp_core.teacher import cache_teacher
@@ -368,81 +357,3 @@ def test_memory_of_the_host_is_not_the_device_s(real):
         assert there[f"{stage} offloaded"].peak_bytes < there[stage].peak_bytes
     assert costs.merge_cost(on_device, case.units, removed, precision_bytes=8).peak_bytes == 0
     assert costs.merge_cost(on_host, case.units, removed, precision_bytes=8).peak_bytes > on_host.weight_bytes
-
-
-CONFIG = LlamaConfig(
-    hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=8192
-)
-SEQUENCES, LENGTH = 8, 256
-MEMORY_STAGES = ["gather", "gather offloaded", "measure", "measure offloaded", "teacher", "train"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
-@pytest.mark.parametrize("stage", MEMORY_STAGES)
-def test_the_peak_is_what_a_process_needs(stage):
-    """The working memory of a real stage in a process of its own, within 15 %.
-
-    The C library hands tensors of 1 MiB and more back as soon as they die here; otherwise holes in its heap, of up to
-    32 MiB each, count as much as the tensors at this size. What is left: smaller tensors, the products' packing
-    buffers and code that is loaded on first use, 1 to 5 MiB of the 40 to 400.
-    """
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(CONFIG)
-    units = discover_units(skeleton)
-    removed = {unit.name: unit.dimension // 2 for unit in units}
-    shapes = shapes_of(skeleton, dtype=torch.float32)
-    sizes = {"sequences": SEQUENCES, "length": LENGTH, "micro_batch": MICRO_BATCH, "points": 2}
-    expected = stage_costs(shapes, units, removed, **sizes)[stage].peak_bytes - shapes.weight_bytes
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run(
-        [sys.executable, __file__, stage], env=environment, capture_output=True, text=True, timeout=300, check=True
-    )
-    measured = json.loads(process.stdout.splitlines()[-1])
-    assert expected == pytest.approx(measured, rel=0.15)
-
-
-def resident(field):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def working_memory(stage):
-    """Runs a real stage and returns the peak of resident memory above what there was before."""
-    torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(CONFIG).eval().requires_grad_(False)
-    units = discover_units(model)
-    removed = {unit.name: unit.dimension // 2 for unit in units}
-    tokens = torch.randint(CONFIG.vocab_size, (SEQUENCES, LENGTH))
-    stage, _, offload = stage.partition(" ")
-    run_stage(stage, model, units, removed, tokens[:1, :16], warm=True)  # libraries are loaded on first use
-    home = torch.device("cpu") if offload else None
-    with offloaded(model, "cpu") if offload else nullcontext():
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        run_stage(stage, model, units, removed, tokens, home=home)
-        return resident("VmHWM") - before
-
-
-def run_stage(stage, model, units, removed, tokens, *, warm=False, home=None):
-    if stage == "gather" and home is not None:
-        return gather_by_blocks(model, units, tokens, micro_batch=MICRO_BATCH, home=home)
-    if stage == "gather":
-        return gather_grams(model, units, tokens, micro_batch=MICRO_BATCH)
-    if stage == "teacher":
-        return cache_teacher(model, tokens, micro_batch=MICRO_BATCH)
-    units = units[:1] if warm else units
-    bases = {u.name: torch.linalg.qr(torch.randn(u.dimension, u.dimension, dtype=torch.float64)).Q for u in units}
-    if stage == "measure":
-        sensitivity = Sensitivity(model, units, bases, tokens, micro_batch=MICRO_BATCH, home=home)
-        return [sensitivity.measure(unit.name, unit.dimension // 2) for unit in units]
-    teacher = cache_teacher(model, tokens, micro_batch=1)
-    removed = {unit.name: removed[unit.name] for unit in units}
-    settings = TrainingSettings(learning_rate=1e-4, epochs=2, batch_sequences=8, micro_batch=MICRO_BATCH)
-    return train_projectors(model, units, bases, removed, tokens, tokens[:2], settings, teacher=teacher)
-
-
-if __name__ == "__main__":
-    print(json.dumps(working_memory(sys.argv[1])))

@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from lsp_core.modeling import load_compressed, save_compressed
 from storage.grid import save_tokens
 from storage.manifest import ArtifactRef
 from tasks.artifacts import read_json
-from tasks.caching import Work
-from tasks.evaluate import EVALUATION, continue_prompt, evaluate, find_task_folder, measure_perplexity, run_tasks
+from tasks.caching import Runtime, Work
+from tasks.evaluate import EVALUATION, continue_prompt, evaluate
+from tasks.losses import sum_losses
 from tasks.models import ModelSource, load_model
-from tasks.progress import Progress
+from tasks.sums import keep_sums, mean_of
+from tasks.zero_shot import TASKS, find_task_folder, run_tasks
 
 WINDOWS, LENGTH = 7, 13
 TASK = """
@@ -42,13 +45,15 @@ metric_list:
 """
 
 
-@pytest.fixture
-def quiet() -> Progress:
-    return Progress("evaluate", terminal=False)
-
-
 def random_windows(below: int = 256) -> Tensor:
     return torch.randint(0, below, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+def measured_perplexity(work: Work, model: PreTrainedModel, windows: Tensor, micro_batch: int) -> float:
+    """Returns the perplexity by what the stage calls."""
+    work = replace(work, runtime=Runtime(micro_batch=micro_batch))
+    compute = partial(map, partial(sum_losses, model, windows))
+    return math.exp(mean_of(keep_sums(work, "losses", range(len(windows)), compute, lambda *_: None)))
 
 
 def plain_perplexity(model: PreTrainedModel, windows: Tensor) -> float:
@@ -67,9 +72,9 @@ def plain_perplexity(model: PreTrainedModel, windows: Tensor) -> float:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 50])
-def test_perplexity_is_that_of_a_plain_loop(source: ModelSource, quiet: Progress, micro_batch: int) -> None:
+def test_perplexity_is_that_of_a_plain_loop(source: ModelSource, work: Work, micro_batch: int) -> None:
     model, windows = load_model(source), random_windows()
-    measured = measure_perplexity(model, windows, micro_batch, quiet)
+    measured = measured_perplexity(work, model, windows, micro_batch)
     with torch.no_grad():
         largest = model(windows).logits.abs().max().item()
     # every logit carries some tens of float32 roundings, relative to the largest; exp hands them on as they are
@@ -77,25 +82,25 @@ def test_perplexity_is_that_of_a_plain_loop(source: ModelSource, quiet: Progress
     assert measured == pytest.approx(plain_perplexity(model, windows), rel=tolerance)
 
 
-def test_bfloat16_logits_are_summed_in_a_wider_type(source: ModelSource, quiet: Progress) -> None:
+def test_bfloat16_logits_are_summed_in_a_wider_type(source: ModelSource, work: Work) -> None:
     model = load_model(source.model_copy(update={"dtype": "bfloat16"}))
     windows = random_windows()
     with torch.no_grad():
         logits = torch.cat([model(window[None], use_cache=False).logits for window in windows])[:, :-1].double()
     losses = -logits.log_softmax(-1).gather(-1, windows[:, 1:, None])
-    assert measure_perplexity(model, windows, 1, quiet) == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+    assert measured_perplexity(work, model, windows, 1) == pytest.approx(losses.mean().exp().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_name_the_window(source: ModelSource, quiet: Progress, value: float) -> None:
+def test_logits_that_are_not_finite_name_the_window(source: ModelSource, work: Work, value: float) -> None:
     model, windows = load_model(source), random_windows(below=200)
     model.get_input_embeddings().weight[211] = value
     windows[4, 6] = 211
     with pytest.raises(NonFiniteError, match="the logits of test window 4 hold a NaN or an infinity"):
-        measure_perplexity(model, windows, 3, quiet)
+        measured_perplexity(work, model, windows, 3)
 
 
-def test_an_infinite_logit_that_no_loss_shows_is_an_error_too(source: ModelSource, quiet: Progress) -> None:
+def test_an_infinite_logit_that_no_loss_shows_is_an_error_too(source: ModelSource, work: Work) -> None:
     model, windows = load_model(source), random_windows(below=200)
 
     def cut(_module: object, _arguments: object, logits: Tensor) -> Tensor:
@@ -104,7 +109,7 @@ def test_an_infinite_logit_that_no_loss_shows_is_an_error_too(source: ModelSourc
 
     model.get_output_embeddings().register_forward_hook(cut)
     with pytest.raises(NonFiniteError, match="test window 0"):
-        measure_perplexity(model, windows, 3, quiet)
+        measured_perplexity(work, model, windows, 3)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +207,43 @@ def test_the_stage_measures_a_merged_checkpoint_on_a_local_task(
     assert result["parameters"] < sum(p.numel() for p in load_model(source).parameters())
     assert (result["tokens"], result["windows"]) == (WINDOWS * LENGTH, WINDOWS)
     assert result["perplexity"] == pytest.approx(plain_perplexity(model, windows), rel=1e-4)
+
+
+def test_a_task_that_a_part_or_an_earlier_attempt_finished_is_not_run_again(
+    work: Work,
+    published: Callable[..., ArtifactRef],
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    task_folder: Callable[[list[dict[str, Any]]], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    questions = [question(index) for index in range(7)]
+    tokens = published("calibrate", lambda folder: save_tokens(folder, random_windows().numpy(), {}))
+    arguments: dict[str, Any] = {"model": source, "tokens": tokens, "tasks": ["odd_one"], "task_limit": 5}
+    arguments["task_folder"] = find_task_folder(task_folder(questions))
+    assert evaluate.parts is not None
+    shares = evaluate.parts.plan(work, 2, **arguments)
+    assert shares == [[["task", "odd_one"]], [["loss", 0, WINDOWS]]]  # too few windows for two
+    for share in shares:
+        evaluate.parts.run(work, share, **arguments)
+    asked: list[str] = []
+    simple_evaluate = lm_eval.simple_evaluate
+
+    def counted(**given: Any) -> Any:
+        asked.extend(given["tasks"])
+        return simple_evaluate(**given)
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", counted)
+    evaluate.function(work, **arguments)
+    assert asked == []
+    expected = plain_accuracy(load_model(source), tokenizer, questions[:5])
+    assert read_json(work.output / EVALUATION)["tasks"] == {"odd_one": {"acc": pytest.approx(expected)}}
+    (kept,) = (work.scratch / TASKS).iterdir()
+    kept.write_bytes(kept.read_bytes()[:-3])
+    evaluate.function(work, **arguments)
+    assert asked == ["odd_one"]
+    assert "the task odd_one is run again" in caplog.text
 
 
 def test_results_and_digest_follow_the_data_of_the_task(

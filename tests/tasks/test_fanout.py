@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +25,18 @@ from storage.digest import digest_folder
 from storage.grid import KLGrid, save_tokens
 from storage.manifest import ArtifactRef
 from storage.tensors import save_tensors
-from tasks import fanout
-from tasks.artifacts import write_units
+from tasks import fanout, sums
+from tasks.allocate import ALLOCATION
+from tasks.artifacts import write_json, write_units
 from tasks.caching import Runtime, Share, Stage, Work, split
-from tasks.evaluate import LOSSES, evaluate
+from tasks.evaluate import DIVERGENCES, LOSSES, evaluate
 from tasks.fanout import PartEnded, Workers, WorkersUnavailable, on_own_device, run_part
 from tasks.gather import PARTS, gather
 from tasks.measure import measure
-from tasks.models import ModelSource, load_model, load_skeleton
-from tasks.perplexity import keep_sums, measure_perplexity, read_sums
+from tasks.models import ModelSource, load_skeleton
 from tasks.places import open_store
-from tasks.progress import Progress
 from tasks.shares import contiguous
+from tasks.sums import keep_sums, mean_of, read_sums
 
 GATHER = {"kv_routing": "auto", "tie": True, "exclude": [], "precision": "float64"}
 WINDOWS, LENGTH, MICRO_BATCH = 25, 13, 3  # the last micro-batch is smaller
@@ -191,45 +191,67 @@ def test_more_shares_than_workers_where_loading_is_small_beside_the_work(
     assert len(few) == 2 < len(many) <= 8
 
 
-@pytest.fixture
-def quiet() -> Progress:
-    return Progress("evaluate", terminal=False)
-
-
 @pytest.mark.parametrize("workers", [2, 20])
-def test_shared_losses_add_up_to_the_bits_of_one_pass(
-    work: Work, source: ModelSource, tokens: ArtifactRef, workers: int
+def test_shared_sums_add_up_to_the_bits_of_one_pass(
+    work: Work, source: ModelSource, tokens: ArtifactRef, bases: ArtifactRef, published: Publish, workers: int
 ) -> None:
     work = replace(work, runtime=Runtime(micro_batch=MICRO_BATCH))
-    arguments = {"model": source, "tokens": tokens}
+    ids = torch.randint(0, 256, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(7)).numpy()
+    removed = {unit.name: unit.dimension // 3 for unit in discover_units(load_skeleton(source))}
+    arguments = {
+        "model": source,
+        "tokens": tokens,
+        "bases": bases,
+        "kl_tokens": published("calibrate", lambda folder: save_tokens(folder, ids), key="1"),
+        "allocation": published("allocate", lambda folder: write_json(folder / ALLOCATION, {"removed": removed})),
+    }
     alone = finish(evaluate, work, arguments)
     shares = plan(evaluate, work, workers, arguments)
-    assert [window for share in shares for window in range(*share)] == list(range(WINDOWS))
     assert len(shares) == 2  # nine micro-batches, four of them a share at least
-    assert all(start % MICRO_BATCH == 0 for start, _ in shares)
+    for kind in ("kl", "loss"):
+        cut = [place for share in shares for name, *place in share if name == kind]
+        assert [window for place in cut for window in range(*place)] == list(range(WINDOWS))
+        assert all(start % MICRO_BATCH == 0 for start, _ in cut)
     for share in shares:
         do(evaluate, work, share, arguments)
-    assert len(read_sums(work.scratch / LOSSES, MICRO_BATCH)) == math.ceil(WINDOWS / MICRO_BATCH)
+    for folder in (LOSSES, DIVERGENCES):
+        assert len(read_sums(work.scratch / folder, MICRO_BATCH)) == math.ceil(WINDOWS / MICRO_BATCH)
+    max((work.scratch / LOSSES).iterdir()).unlink()  # of a share that came to nothing
+    min((work.scratch / DIVERGENCES).iterdir()).unlink()
     assert finish(evaluate, work, arguments) == alone
 
 
-def test_sums_that_are_kept_are_not_computed_again(source: ModelSource, quiet: Progress, tmp_path: Path) -> None:
-    model = load_model(source)
-    windows = torch.randint(0, 256, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(3))
-    expected = measure_perplexity(model, windows, MICRO_BATCH, quiet)
-    runs: list[int] = []
-    model.register_forward_pre_hook(lambda *_, **__: runs.append(1))
-    for share in (range(9), range(9, WINDOWS), range(9)):
-        file = tmp_path / f"{share.start}-{share.stop}.safetensors"
-        keep_sums(file, model, windows, share, MICRO_BATCH, quiet, lambda: None)
-    assert len(runs) == math.ceil(WINDOWS / MICRO_BATCH)
-    known = read_sums(tmp_path, MICRO_BATCH)
-    assert measure_perplexity(model, windows, MICRO_BATCH, quiet, known) == expected
-    assert len(runs) == len(known)
-    assert read_sums(tmp_path, MICRO_BATCH + 1) == {}
-    file = tmp_path / "0-9.safetensors"
+def test_sums_that_are_kept_are_not_computed_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "SECONDS_BETWEEN_SAVES", 0.0)
+    work = replace(work, runtime=Runtime(micro_batch=3))
+    values = torch.rand(25, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    computed: list[int] = []
+
+    def keep(share: range, most: int = 9) -> dict[int, tuple[float, int]]:
+        computed.clear()
+
+        def compute(batches: list[range]) -> Iterator[tuple[float, int]]:
+            for batch in batches:
+                if len(computed) == most:
+                    raise KeyboardInterrupt
+                computed.append(batch.start)
+                yield values[batch.start : batch.stop].sum().item(), len(batch)
+
+        return keep_sums(work, "sums", share, compute, lambda *_: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        keep(range(25), most=2)
+    whole = keep(range(25))
+    assert computed == [6, 9, 12, 15, 18, 21, 24]
+    assert list(whole) == [0, 3, *computed]
+    assert mean_of(whole) == pytest.approx(values.mean().item(), rel=25 * torch.finfo(torch.float64).eps)
+    assert keep(range(25), most=0) == whole
+    file = work.scratch / "sums/0-25.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert min(read_sums(tmp_path, MICRO_BATCH)) == 9
+    assert list(keep(range(6, 12))) == computed == [6, 9]
+    assert list(keep(range(25)).items()) == list(whole.items())
+    assert computed == [0, 3, 12, 15, 18, 21, 24]
+    assert read_sums(work.scratch / "sums", 4) == {}
 
 
 def started(work: Work, stage: Stage, arguments: dict[str, Any], share: Share) -> dict[str, Any]:
@@ -245,12 +267,12 @@ def test_a_part_keeps_its_share_in_the_work_folder_of_the_stage(
     work: Work, source: ModelSource, tokens: ArtifactRef
 ) -> None:
     arguments = {"model": source, "tokens": tokens}
-    run_part(**started(work, evaluate, arguments, [0, 12]))
+    run_part(**started(work, evaluate, arguments, [["loss", 0, 12]]))
     assert sorted(read_sums(work.store.work("k").path / LOSSES, 3)) == [0, 3, 6, 9]
 
 
 def test_a_part_ends_with_its_flow(work: Work, source: ModelSource, tokens: ArtifactRef) -> None:
-    call = started(work, evaluate, {"model": source, "tokens": tokens}, [0, 12])
+    call = started(work, evaluate, {"model": source, "tokens": tokens}, [["loss", 0, 12]])
     end = Event()
     end.set()
     before = fanout._ended.set(end)
@@ -316,7 +338,7 @@ def test_progress_ends_a_part_whose_folder_is_gone(
             raise
 
     monkeypatch.setattr(evaluate, "parts", replace(evaluate.parts, run=run))  # type: ignore[type-var]
-    run_part(**started(work, evaluate, {"model": source, "tokens": tokens}, [0, 12]))
+    run_part(**started(work, evaluate, {"model": source, "tokens": tokens}, [["loss", 0, 12]]))
     assert len(seen) == 1
 
 
@@ -402,7 +424,7 @@ def test_workers_on_other_machines_hand_over_by_the_store(
     elif stage is measure:
         monkeypatch.setattr("tasks.measure.measured_row", forward)
     else:
-        monkeypatch.setattr("tasks.perplexity._sum_losses", forward)
+        monkeypatch.setattr("tasks.evaluate.sum_losses", forward)
     inputs, settings = split(every[stage])
     ref = stage.compute(store, "k", stage.name, work.runtime, inputs, settings, {}, None)
     assert ref.digest == alone

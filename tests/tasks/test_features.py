@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BertConfig, BertModel, ViTConfig, ViTForImageClassification
 
 from lsp_core.gram import NonFiniteError
+from lsp_core.offload import offloaded
 from storage.grid import save_tokens
 from storage.manifest import ArtifactRef
 from storage.tensors import load_tensors, save_tensors
@@ -59,6 +60,19 @@ def dense_evaluation(work: Work, published: Publish, model: Any, test: ArtifactR
 
 def logits(model: ViTForImageClassification, values: Tensor) -> Tensor:
     return model.double()(pixel_values=(values.double() / 255 - 0.5) / 0.25).logits
+
+
+def test_one_block_at_a_time_on_the_device_gives_the_same_bits(work: Work, published: Publish) -> None:
+    test = images(published, "test", pixels(11), [0, 1, 2, 2, 1, 0, 2, 1, 0, 0, 1], ["owl", "dog", "cat"])
+    fit = images(published, "fit", pixels(30, seed=1), [0, 1, 2] * 10, ["owl", "dog", "cat"])
+    options: dict[str, Any] = {"dense": None, "labelled": True, "transfer": [("animals", fit, test)]}
+    expected = evaluate_features(work, vit(0), test, **options)
+    features = load_tensors(work.output / EMBEDDINGS)["features"].clone()
+    model = vit(0)
+    with offloaded(model, "cpu") as offload:
+        assert evaluate_features(work, model, test, **options) == expected
+    assert offload.moves > 0
+    assert torch.equal(load_tensors(work.output / EMBEDDINGS)["features"], features)
 
 
 @torch.no_grad()
