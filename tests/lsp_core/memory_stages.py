@@ -129,9 +129,11 @@ def fisher(case: Case) -> None:
         found.measure(unit.name, unit.dimension // 2)
 
 
-def joint(case: Case) -> None:
+def joint(case: Case, home: torch.device | None = None) -> None:
     """As the largest ratio within a bound is looked for: the teacher once, truncations one after the other."""
-    sensitivity = Sensitivity(case.model, case.units, case.read("bases"), case.tokens, micro_batch=MICRO_BATCH)
+    sensitivity = Sensitivity(
+        case.model, case.units, case.read("bases"), case.tokens, micro_batch=MICRO_BATCH, home=home
+    )
     for _ in range(2):
         sensitivity.joint(case.removed)
 
@@ -194,12 +196,15 @@ STAGES: dict[str, Callable[[Case], None]] = {
     "measure offloaded": partial(measure, home=CPU),
     "fisher": fisher,
     "joint": joint,
+    "joint offloaded": partial(joint, home=CPU),
     "teacher": teacher,
+    "teacher offloaded": teacher,
     "train": train,
     "train replicated": train,
     "train sharded": partial(train, sharding="sharded"),
     "merge": merge,
     "evaluate": evaluate,
+    "evaluate offloaded": evaluate,
     "evaluate untrained": evaluate_untrained,
     "evaluate merged": evaluate,
 }

@@ -34,6 +34,7 @@ from tests.lsp_core.memory_stages import (
 ROOT = Path(__file__).parents[2]
 BATCHES = {"sequences": SEQUENCES, "length": LENGTH, "micro_batch": MICRO_BATCH}
 FLOAT64 = {"precision_bytes": 8}
+REPORT = "LSP_MEMORY_REPORT"
 WHOLE = ("train sharded", "evaluate merged")
 
 
@@ -47,6 +48,8 @@ def stated(stage):
     bases = partial(costs.bases_cost, shapes, units, **FLOAT64)
     measure = partial(costs.measure_cost, shapes, units, points=2, **BATCHES, **FLOAT64)
     evaluate = partial(costs.evaluate_cost, shapes, units, **BATCHES)
+    joint = partial(costs.joint_cost, shapes, units, removed, measurements=2, **BATCHES, **FLOAT64)
+    teacher = partial(training_costs.teacher_cost, shapes, **BATCHES)
     train = partial(
         training_costs.train_cost,
         shapes,
@@ -68,13 +71,16 @@ def stated(stage):
         "measure": measure,
         "measure offloaded": partial(measure, offload=True),
         "fisher": partial(costs.fisher_cost, shapes, units, points=2, sequences=SEQUENCES, length=LENGTH, **FLOAT64),
-        "joint": partial(costs.joint_cost, shapes, units, removed, measurements=2, **BATCHES, **FLOAT64),
-        "teacher": partial(training_costs.teacher_cost, shapes, **BATCHES),
+        "joint": joint,
+        "joint offloaded": partial(joint, offload=True),
+        "teacher": teacher,
+        "teacher offloaded": partial(teacher, offload=True),
         "train": train,
         "train replicated": partial(train, processes=PROCESSES),
         "train sharded": partial(train, processes=PROCESSES, sharded=True),
         "merge": partial(costs.merge_cost, shapes, units, removed, **FLOAT64),
         "evaluate": evaluate,
+        "evaluate offloaded": partial(evaluate, offload=True),
         "evaluate untrained": partial(evaluate, removed=removed, kl_sequences=SEQUENCES),
         "evaluate merged": partial(evaluate, removed=removed, checkpoint=True),
     }
@@ -106,15 +112,24 @@ def measured(tmp_path_factory):
         process.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def figures():
+    """Collects what was found, and writes it to the file that LSP_MEMORY_REPORT names."""
+    found = {}
+    yield found
+    if os.environ.get(REPORT):
+        Path(os.environ[REPORT]).write_text(json.dumps(found, indent=2) + "\n")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_peak_is_what_a_process_needs(stage, measured):
+def test_the_peak_is_what_a_process_needs(stage, measured, figures):
     """Within 15 %; of several processes the one that needs most."""
     peak, weights = stated(stage)
     found = measured(stage)
     assert len(found) == (PROCESSES if stage in TOGETHER else 1)
-    if stage in WHOLE:
-        assert peak == pytest.approx(max(one["peak"] for one in found), rel=0.15)
-    else:
-        assert peak - weights == pytest.approx(max(one["peak"] - one["held"] for one in found), rel=0.15)
+    expected = peak if stage in WHOLE else peak - weights
+    needed = max(one["peak"] - (0 if stage in WHOLE else one["held"]) for one in found)
+    figures[stage] = {"stated_bytes": expected, "measured_bytes": needed, "ratio": expected / needed}
+    assert expected == pytest.approx(needed, rel=0.15)
