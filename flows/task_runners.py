@@ -7,12 +7,14 @@ same path, the store (a shared folder or a URI), and the Prefect server of the f
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -23,6 +25,7 @@ from tasks.fanout import Workers
 REPOSITORY = Path(__file__).parents[1]
 SOURCES = (REPOSITORY, REPOSITORY / "kernels")  # what workers import from
 LOGGERS = "tasks,storage,lsp_core"  # that Prefect shows beside a part
+KNOCK_SECONDS = 10.0
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray cluster of this machine; parts hand over next to nothing
 
 
@@ -42,8 +45,22 @@ def workers_of(config: WorkersConfig, device: str) -> Workers:
     return Workers(config.count, partial(_ray, config, num_gpus=int(device.startswith("cuda"))))
 
 
+def _knock(address: str | None) -> None:
+    """Errors: ``ConnectionError`` if nothing listens at ``address``: a Ray client would go on asking for minutes."""
+    if address is None:
+        return
+    place = urlsplit(address if "://" in address else f"//{address}")
+    if place.hostname is None or place.port is None:
+        return
+    try:
+        socket.create_connection((place.hostname, place.port), timeout=KNOCK_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address}: {error}") from error
+
+
 @contextmanager
 def _dask(config: WorkersConfig) -> Iterator[Any]:
+    _knock(config.address)
     from prefect_dask import DaskTaskRunner
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
@@ -64,6 +81,7 @@ def _dask(config: WorkersConfig) -> Iterator[Any]:
 
 @contextmanager
 def _ray(config: WorkersConfig, *, num_gpus: int) -> Iterator[Any]:
+    _knock(config.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
     from prefect_ray import RayTaskRunner
     from prefect_ray.context import remote_options

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -119,6 +120,16 @@ def test_a_runner_that_is_not_installed_names_the_extra(runner: str, monkeypatch
     monkeypatch.setattr("flows.task_runners.find_spec", lambda name: None if "prefect_" in name else found(name))
     with pytest.raises(ValueError, match=rf"^workers.runner={runner} needs .*: pip install 'lsp\[{runner}\]'$"):
         workers_of(WorkersConfig(runner=runner, count=2), "cpu")
+
+
+@pytest.mark.parametrize(("runner", "scheme"), [("dask", "tcp://"), ("ray", ""), ("ray", "ray://")])
+def test_an_address_where_nothing_listens_is_told_at_once(runner: Any, scheme: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        workers = workers_of(WorkersConfig(runner=runner, count=2, address=address), "cpu")
+        with pytest.raises(ConnectionError, match=f"nothing answers at {address}: "), workers._make():
+            pytest.fail("somebody is there")
 
 
 @pytest.fixture
