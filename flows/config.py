@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from flows.sources import CalibrationConfig, EvaluationConfig, ImageSource, Section, TextSource, ValidationConfig
+from flows.sources import (
+    CalibrationConfig,
+    EvaluationConfig,
+    ImageSource,
+    Section,
+    TextSource,
+    ValidationConfig,
+    refuse_twice,
+)
 from storage.places import check_uri
 from tasks.caching import Launch
 
@@ -159,7 +167,7 @@ class TrainingConfig(Section):
             rates = ()
         if not rates or not all(0 < rate < math.inf for rate in rates):
             raise ValueError("Input should be a number greater than 0, a list of such numbers, or null")
-        _refuse_twice("learning rates", [f"{rate:g}" for rate in rates])
+        refuse_twice("learning rates", [f"{rate:g}" for rate in rates])
         return rates if len(rates) > 1 else rates[0]
 
     @model_validator(mode="after")
@@ -258,7 +266,7 @@ class AblateConfig(Section):
     @field_validator("*")
     @classmethod
     def _no_value_twice(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        _refuse_twice("values", [str(value) for value in values])
+        refuse_twice("values", [str(value) for value in values])
         return values
 
 
@@ -329,13 +337,13 @@ class CompressConfig(Section):
     @field_validator("targets")
     @classmethod
     def _no_target_twice(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
-        _refuse_twice("targets", [target.name for target in targets])
+        refuse_twice("targets", [target.name for target in targets])
         return targets
 
     @field_validator("seeds")
     @classmethod
     def _no_seed_twice(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        _refuse_twice("seeds", [str(seed) for seed in seeds])
+        refuse_twice("seeds", [str(seed) for seed in seeds])
         return seeds
 
     @property
@@ -383,9 +391,3 @@ def cross_product(
         kept = {"ratio", "fit_gib", "max_kl", "epochs"}
         amounts = [target.model_dump(include=kept, exclude_none=True) for target in by_amount.values()]
     return [{**amount, "objective": objective} for objective in objectives for amount in amounts]
-
-
-def _refuse_twice(what: str, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{what} listed twice: {', '.join(twice)}")

@@ -200,6 +200,12 @@ class TextEvaluationConfig(Section):
     task_limit: int | None = Field(None, ge=1, description="Use at most this many examples a task; none: all.")
     task_batch_size: int = Field(8, ge=1, description="Batch size of the lm-eval tasks.")
 
+    @field_validator("tasks")
+    @classmethod
+    def _no_task_twice(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        refuse_twice("tasks", list(tasks))
+        return tasks
+
 
 class EvaluationConfig(TextEvaluationConfig):
     """What the dense and the compressed models are compared on."""
@@ -217,3 +223,10 @@ class EvaluationConfig(TextEvaluationConfig):
         95.5, gt=0, description="Memory of the device for which a language model's longest context is stated."
     )
     decode: DecodeConfig = Field(DecodeConfig(), description="Speed of decoding.")
+
+
+def refuse_twice(what: str, names: list[str]) -> None:
+    """Errors: ``ValueError`` naming what is in ``names`` more than once."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} listed twice: {', '.join(twice)}")

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +26,7 @@ from lsp_core.costs import bases_cost, evaluate_cost, gather_cost, measure_cost
 from lsp_core.device_memory import processor_name
 from lsp_core.discovery import discover_units
 from lsp_core.gram import gather_grams
-from lsp_core.inputs import inputs_of
+from lsp_core.losses import sum_losses
 from lsp_core.named_shapes import config_of
 from lsp_core.offload import offloaded
 from lsp_core.peaks import distinct
@@ -138,7 +137,7 @@ def measured_peaks(
         with offloaded(model, device) if offload else nullcontext():
             found[f"gather{ending}"] = _measured(device, partial(gathering, model, units, tokens, **batch))
             found[f"measure{ending}"] = _measured(device, partial(_measure, model, units, bases, tokens, home, batch))
-            found[f"evaluate{ending}"] = _measured(device, partial(_evaluate, model, tokens[: sizes.micro_batch]))
+            found[f"evaluate{ending}"] = _measured(device, partial(sum_losses, model, tokens, range(sizes.micro_batch)))
             found[f"teacher{ending}"] = _measured(
                 device, lambda: teachers.append(cache_teacher(model, tokens, **batch))
             )
@@ -180,14 +179,6 @@ def _measure(
     sensitivity = Sensitivity(model, units, bases, tokens, home=home, **batch)
     for unit in distinct(units):
         sensitivity.measure(unit.name, unit.dimension // 2)
-
-
-@torch.inference_mode()
-def _evaluate(model: PreTrainedModel, batch: Tensor) -> None:
-    logits = model(**inputs_of(model).arguments(batch, model)).logits[:, :-1]
-    labels = batch[:, 1:].to(logits.device).flatten()
-    F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
-    torch.isfinite(logits)
 
 
 def check(

@@ -100,10 +100,12 @@ class Offload:
                 module._buffers[name] = buffer
 
     def close(self) -> None:
-        """Gives the slots back."""
+        """Gives the slots back, and each weight memory of its own, so that replacing one frees it."""
         if self._stream is not None:
             torch.cuda.synchronize(self.device)
         self._slots.clear()
+        for home in self.homes:
+            home.leave()
 
     def _moving(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         home = self.homes[number]
@@ -188,6 +190,13 @@ class _Home:
         """Makes the parameters ``views``."""
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
+
+    def leave(self) -> None:
+        """Makes the parameters tensors of their own."""
+        with torch.inference_mode(False):
+            self.point([view.clone() for view in self.views])
+        self.views.clear()
+        self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def versions(self) -> tuple[int, ...]:
         """Returns what changes when a weight is changed in place."""

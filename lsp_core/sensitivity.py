@@ -6,7 +6,7 @@ the naive work; where it is not exact, candidates run the whole model. The teach
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -75,34 +75,37 @@ class Sensitivity:
         """
         unit = self.units[name]
         removed = {name: count}
+        sums: list[tuple[float, int]] = []
         with torch.inference_mode(), evaluating(self.model):
             self.stream.advance_to(unit.block)
             with truncated(self.model, removed, self.units, self.bases):
-                sums = self._sums(f"removing {count} directions of unit {name}", streamed=self.stream.possible)
+                what = f"removing {count} directions of unit {name}"
+                self._sum(what, lambda *found: sums.append(found), streamed=self.stream.possible)
         return _mean(sums)
 
     def joint(self, removed: Mapping[str, int]) -> float:
         """Returns the KL, in nats, of all of ``removed`` at once. Errors: ``NonFiniteError``."""
-        return _mean(self.joint_sums(removed))
+        sums: list[tuple[float, int]] = []
+        self.joint_sums(removed, lambda *found: sums.append(found))
+        return _mean(sums)
 
-    def joint_sums(self, removed: Mapping[str, int]) -> list[tuple[float, int]]:
-        """Returns that KL added up over each micro-batch, in float64, and over how many tokens, images or positions.
+    def joint_sums(self, removed: Mapping[str, int], take: Callable[[float, int], None]) -> None:
+        """Calls ``take`` with that KL added up over each micro-batch, in float64, and over how many distributions.
 
         Errors: ``NonFiniteError``.
         """
         with torch.inference_mode(), evaluating(self.model), truncated(self.model, removed, self.units, self.bases):
-            return self._sums("the joint allocation", streamed=False)
+            self._sum("the joint allocation", take, streamed=False)
 
-    def _sums(self, what: str, *, streamed: bool) -> list[tuple[float, int]]:
-        sums: list[tuple[float, int]] = []
+    def _sum(self, what: str, take: Callable[[float, int], None], *, streamed: bool) -> None:
         for index, batch in enumerate(self.batches):
             outputs = self.stream.from_block(index) if streamed else self.readout.outputs(batch)
             teacher = self.teacher[index] if self.home is None else self.teacher[index].to(self.model.device)
             kl = self.readout.divergence(outputs, teacher, self.readout.kept(batch))
-            sums.append((kl.sum(dtype=torch.float64).item(), kl.numel()))
-            if not math.isfinite(sums[-1][0]):
-                raise NonFiniteError(f"{what} gives a divergence of {sums[-1][0]}")
-        return sums
+            total = kl.sum(dtype=torch.float64).item()
+            if not math.isfinite(total):
+                raise NonFiniteError(f"{what} gives a divergence of {total}")
+            take(total, kl.numel())
 
 
 def _mean(sums: Sequence[tuple[float, int]]) -> float:

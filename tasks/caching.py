@@ -174,7 +174,7 @@ class Stage:
                 work = Work(store=store, label=label, output=output, scratch=kept.path, runtime=runtime, kept=kept)
                 try:
                     self.function(work, **inputs, **settings, **hints)
-                    _check_sources(inputs)
+                    _check_sources(inputs, kept)
                     digested = digest_output(output)
                 except Exception as error:
                     if is_full(error):
@@ -238,9 +238,11 @@ def _references(value: Any, path: str) -> Iterator[tuple[str, ArtifactRef | Sour
             yield from _references(item, f"{path}.{index}")
 
 
-def _check_sources(inputs: Mapping[str, Any]) -> None:
+def _check_sources(inputs: Mapping[str, Any], kept: WorkFolder) -> None:
+    """Errors: ``ValueError`` if a source is not what the key says; what was computed of it is dropped."""
     for name, ref in references(inputs):
         if isinstance(ref, Source) and ref.current_digest() != ref.digest:
+            kept.clear()
             raise ValueError(f"{name} has changed on disk since this run began: run the same command again")
 
 

@@ -1,7 +1,8 @@
 """evaluate: perplexity, joint divergence and lm-eval tasks of a dense, an untrained or a trained compressed model."""
 
 import math
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lsp_core.inputs import inputs_of
+from lsp_core.losses import sum_losses
 from lsp_core.modeling import load_compressed
 from lsp_core.sensitivity import Sensitivity
 from storage.grid import tokens_shape
@@ -18,12 +20,11 @@ from tasks.artifacts import read_bases, read_json, read_tokens, write_json
 from tasks.caching import Parts, Share, Work, stage
 from tasks.examples import read_examples
 from tasks.features import evaluate_features
-from tasks.losses import sum_losses
 from tasks.merge import merge_initial
 from tasks.models import LOADING, ModelSource, load_model, load_tokenizer, placed
 from tasks.shares import contiguous
-from tasks.sums import Sums, keep_sums, mean_of
-from tasks.zero_shot import TaskFolder, run_tasks
+from tasks.sums import Sums, keep_sums, mean_of, read_sums
+from tasks.zero_shot import HARNESS, TaskFolder, is_kept, run_tasks
 
 EVALUATION = "evaluation.json"
 LOSSES, DIVERGENCES = "losses", "divergences"
@@ -38,27 +39,34 @@ def shared_evaluation(
     tokens: ArtifactRef,
     kl_tokens: ArtifactRef | None = None,
     tasks: list[str] | None = None,
+    task_folder: TaskFolder | None = None,
+    task_limit: int | None = None,
     **_subject: Any,
 ) -> list[Share]:
-    """Returns the evaluation of a language model in shares of pieces: an lm-eval task, or a part of all windows.
+    """Returns what is left of a language model's evaluation in shares of pieces: a part of all windows, or a task.
 
     A share loads the model, and merges an untrained one: its windows are several micro-batches.
     """
     if not model.gives_text:
         return []
-    shares: list[Share] = [[["task", name]] for name in tasks or ()]
-    sums = {"kl": kl_tokens, "loss": tokens}
-    cuts = {kind: _cut(work, ref, workers) for kind, ref in sums.items() if ref is not None}
-    parts = max(map(len, cuts.values()))
-    return shares + [[[kind, *cut[part]] for kind, cut in cuts.items() if part < len(cut)] for part in range(parts)]
+    cuts = [("kl", _cut(work, kl_tokens, workers, DIVERGENCES)), ("loss", _cut(work, tokens, workers, LOSSES))]
+    parts = [[[kind, *cut[part]] for kind, cut in cuts if part < len(cut)] for part in range(workers)]
+    left = [name for name in tasks or () if not is_kept(work, name, task_folder, task_limit)]
+    return [*filter(None, parts), *([["task", name]] for name in left)]
 
 
-def _cut(work: Work, tokens: ArtifactRef, workers: int) -> list[list[int]]:
-    """Returns the windows of ``tokens``, cut between micro-batches, for at most so many workers."""
+def _cut(work: Work, tokens: ArtifactRef | None, workers: int, folder: str) -> list[list[int]]:
+    """Returns the windows of ``tokens`` in ranges for at most so many workers, cut between micro-batches.
+
+    Without the ranges whose sums are all kept in ``folder``.
+    """
+    if tokens is None:
+        return []
     windows, size = tokens_shape(work.folder(tokens))[0], work.runtime.micro_batch
-    batches = -(-windows // size)
+    batches, known = -(-windows // size), read_sums(work.scratch / folder, size)
     cut = contiguous(batches, min(workers, batches // LEAST_BATCHES), lambda start, stop: stop - start)
-    return [[share.start * size, min(share.stop * size, windows)] for share in cut]
+    left = [share for share in cut if any(batch * size not in known for batch in share)]
+    return [[share.start * size, min(share.stop * size, windows)] for share in left]
 
 
 def evaluate_share(
@@ -78,18 +86,19 @@ def evaluate_share(
 ) -> None:
     """Does the pieces of ``share`` and keeps what they give: sums of micro-batches, figures of lm-eval tasks."""
     pieces = {kind: place for kind, *place in share}
-    subject = _load(work, model, checkpoint)
-    if bases is not None and allocation is not None:
-        if "kl" in pieces and kl_tokens is not None:
-            _joint_sums(work, subject, bases, allocation, kl_tokens, range(*pieces["kl"]))
-        if pieces.keys() == {"kl"}:
-            return
-        merge_initial(work, subject, bases, allocation)
-    with placed(subject, work.runtime):
-        if "loss" in pieces:
-            _loss_sums(work, subject, read_tokens(work, tokens), range(*pieces["loss"]))
-        if "task" in pieces:
-            run_tasks(work, subject, model, pieces["task"], task_folder, task_limit)
+    with HARNESS if "task" in pieces else nullcontext():  # who waits for it holds no model
+        subject = _load(work, model, checkpoint)
+        if bases is not None and allocation is not None:
+            if "kl" in pieces and kl_tokens is not None:
+                _joint_sums(work, subject, bases, allocation, kl_tokens, range(*pieces["kl"]))
+            if pieces.keys() == {"kl"}:
+                return
+            merge_initial(work, subject, bases, allocation)
+        with placed(subject, work.runtime):
+            if "loss" in pieces:
+                _loss_sums(work, subject, read_tokens(work, tokens), range(*pieces["loss"]))
+            if "task" in pieces:
+                run_tasks(work, subject, model, pieces["task"], task_folder, task_limit)
 
 
 @stage(parts=Parts(plan=shared_evaluation, run=evaluate_share))
@@ -154,7 +163,10 @@ def _load(work: Work, model: ModelSource, checkpoint: ArtifactRef | None) -> Pre
 
 
 def _loss_sums(work: Work, model: PreTrainedModel, windows: Tensor, share: range | None = None) -> Sums:
-    compute = partial(map, partial(sum_losses, model, windows))
+    def compute(batches: list[range], take: Callable[[float, int], None]) -> None:
+        for batch in batches:
+            take(*sum_losses(model, windows, batch))
+
     with work.progress() as progress:
         return keep_sums(work, LOSSES, share or range(len(windows)), compute, progress)
 
@@ -167,17 +179,17 @@ def _joint_sums(
     tokens: ArtifactRef,
     share: range | None = None,
 ) -> Sums:
-    """Returns the sums of the allocation's KL as a whole; those not kept come in one go: weights are cut once."""
+    """Returns the sums of the allocation's KL as a whole."""
     units, tensors = read_bases(work, bases)
     removed, examples = read_removed(work, allocation), read_examples(work, tokens, model)
 
-    def compute(batches: list[range]) -> list[tuple[float, int]]:
+    def compute(batches: list[range], take: Callable[[float, int], None]) -> None:
         first, last, count = batches[0].start, batches[-1].stop, sum(map(len, batches))
         gaps = count < last - first
         chosen = examples.values[[i for batch in batches for i in batch]] if gaps else examples.values[first:last]
         options: dict[str, Any] = {"micro_batch": work.runtime.micro_batch, "inputs": examples.inputs}
         with placed(model, work.runtime) as home:
-            return Sensitivity(model, units, tensors, chosen, home=home, **options).joint_sums(removed)
+            Sensitivity(model, units, tensors, chosen, home=home, **options).joint_sums(removed, take)
 
     with work.progress() as progress:
         return keep_sums(work, DIVERGENCES, share or range(len(examples.values)), compute, progress)

@@ -5,8 +5,9 @@ So whoever computes the sum of a micro-batch, and however often that is interrup
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
@@ -22,29 +23,32 @@ def keep_sums(
     work: Work,
     folder: str,
     share: range,
-    compute: Callable[[list[range]], Iterable[tuple[float, int]]],
+    compute: Callable[[list[range], Callable[[float, int], None]], None],
     progress: Callable[[int, int], None],
 ) -> Sums:
     """Returns the sums of the micro-batches of ``share``, which begins with one, in the order of the examples.
 
-    ``compute(batches)`` yields those of micro-batches, each a range of examples, that are not kept yet in ``folder`` of
-    the work; they are kept there. Errors: whatever it raises.
+    ``compute(batches, take)`` calls ``take`` with each of those that are not kept yet in ``folder`` of the work, of
+    micro-batches that are ranges of examples, in their order; they are kept there, in a file that no other writer has.
+    Errors: whatever it raises.
     """
     size = work.runtime.micro_batch
     batches = [range(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size)]
     sums = read_sums(work.scratch / folder, size)
     left = [batch for batch in batches if batch.start not in sums]
+    file, own, saved = f"{folder}/{uuid4().hex}.safetensors", Sums(), time.monotonic()
+
+    def take(value: float, number: int) -> None:
+        nonlocal saved
+        batch = left[len(own)]
+        own[batch.start] = value, number
+        progress(batch.stop - share.start, len(share))
+        if len(own) == len(left) or time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
+            _write(work, file, own)
+            saved = time.monotonic()
+
     if left:
-        file = f"{folder}/{share.start}-{share.stop}.safetensors"
-        own = _read(work.scratch / file, size)
-        saved = time.monotonic()
-        for batch, found in zip(left, compute(left), strict=True):
-            own[batch.start] = found
-            progress(batch.stop - share.start, len(share))
-            if time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
-                _write(work, file, own)
-                saved = time.monotonic()
-        _write(work, file, own)
+        compute(left, take)
         sums |= own
     return {batch.start: sums[batch.start] for batch in batches}
 
@@ -67,8 +71,8 @@ def mean_of(sums: Sums) -> float:
 
 
 def _write(work: Work, file: str, sums: Sums) -> None:
-    starts, (values, counts) = sorted(sums), zip(*(sums[start] for start in sorted(sums)), strict=True)
-    tensors = {"first": torch.tensor(starts), "sum": torch.tensor(values, dtype=torch.float64)}
+    values, counts = zip(*sums.values(), strict=True)
+    tensors = {"first": torch.tensor(list(sums)), "sum": torch.tensor(values, dtype=torch.float64)}
     fields = {"micro_batch": work.runtime.micro_batch}
     write_durably(work.scratch / file, {**tensors, "count": torch.tensor(counts)}, fields)
     work.keep(file)

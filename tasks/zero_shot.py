@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from tasks.caching import Source, Work
 from tasks.models import ModelSource, load_tokenizer
 
 TASKS = "tasks"
-HARNESS = Lock()  # it seeds the process's random generators and draws from them: threads take turns
+HARNESS = RLock()  # lm-eval seeds the process's random generators and draws from them: threads take turns
 Metrics = dict[str, dict[str, float]]  # by task, and for a group of tasks its members, by metric
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,10 @@ def run_tasks(
     if left:
         evaluation = _evaluation(work, model, source, left, folder, limit)
         with work.progress() as progress:
-            for name in left:
-                progress(len(tasks) - len(left) + left.index(name), len(tasks))
-                kept[name] = evaluation(name)
-                _keep(work, name, kept[name], folder, limit)
+            for done, name in enumerate(left, len(tasks) - len(left) + 1):
+                metrics = kept[name] = evaluation(name)
+                progress(done, len(tasks))
+                _keep(work, name, metrics, folder, limit)
     found: Metrics = {}
     for metrics in kept.values():
         found |= metrics or {}
@@ -121,31 +122,32 @@ def _evaluation(
     return evaluate
 
 
+def is_kept(work: Work, task: str, folder: TaskFolder | None, limit: int | None) -> bool:
+    """Returns whether ``task`` was finished by an earlier attempt, or by a part."""
+    return _read(work, task, folder, limit) is not None
+
+
 def _keep(work: Work, task: str, metrics: Metrics, folder: TaskFolder | None, limit: int | None) -> None:
-    file = _file(task)
+    if folder is not None and folder.current_digest() != folder.digest:
+        return  # the stage raises it
+    file = f"{TASKS}/{quote(task, safe='')}/{uuid4().hex}.safetensors"  # that no other writer has
     write_durably(work.scratch / file, {}, {"metrics": metrics, **_origin(folder, limit)})
     work.keep(file)
 
 
 def _read(work: Work, task: str, folder: TaskFolder | None, limit: int | None) -> Metrics | None:
     """Returns the metrics of ``task`` if they are kept, of these files and so many questions."""
-    file = work.scratch / _file(task)
-    try:
-        fields = read_checked(file).fields
+    for file in sorted((work.scratch / TASKS / quote(task, safe="")).glob("*.safetensors")):
+        try:
+            fields = read_checked(file).fields
+        except (FileNotFoundError, DamagedFileError) as error:
+            log.warning("%s: the task %s may be run again", error, task)
+            continue
         metrics: Metrics = fields.pop("metrics")
-        if fields != _origin(folder, limit):
-            raise DamagedFileError(f"{file} is of other questions")
-    except FileNotFoundError:
-        return None
-    except (DamagedFileError, KeyError) as error:
-        log.warning("%s: the task %s is run again", error, task)
-        return None
-    return metrics
+        if fields == _origin(folder, limit):
+            return metrics
+    return None
 
 
 def _origin(folder: TaskFolder | None, limit: int | None) -> dict[str, Any]:
-    return {"folder": None if folder is None else folder.current_digest(), "limit": limit}
-
-
-def _file(task: str) -> str:
-    return f"{TASKS}/{quote(task, safe='')}.safetensors"
+    return {"folder": None if folder is None else folder.digest, "limit": limit}

@@ -33,7 +33,7 @@ from lsp_core.divergence import TeacherStatistic
 from lsp_core.durable import write_durably
 from lsp_core.fisher import Fisher
 from lsp_core.gram import gather_grams
-from lsp_core.inputs import inputs_of
+from lsp_core.losses import sum_losses
 from lsp_core.merging import merge_model, outputs_of, projected_outputs, removed_directions
 from lsp_core.modeling import load_compressed, save_compressed
 from lsp_core.offload import offloaded
@@ -167,13 +167,10 @@ def merge(case: Case) -> None:
     save_compressed(case.model, case.units, case.folder / "checkpoint")
 
 
-@torch.inference_mode()
 def evaluate(case: Case) -> None:
     """Perplexity."""
-    for batch in case.tokens.split(MICRO_BATCH):
-        logits = case.model(**inputs_of(case.model).arguments(batch, case.model)).logits[:, :-1]
-        F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        torch.isfinite(logits).all()
+    for start in range(0, SEQUENCES, MICRO_BATCH):
+        sum_losses(case.model, case.tokens, range(start, min(start + MICRO_BATCH, len(case.tokens))))
 
 
 def evaluate_untrained(case: Case) -> None:
