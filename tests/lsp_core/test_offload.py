@@ -99,6 +99,7 @@ def test_one_block_is_in_the_slot_while_it_runs_and_all_others_are_at_home():
         (slot,) = offload._slots
         assert slot.buffer.nbytes == max(slot_sizes(model))
     there = {slot.buffer.untyped_storage().data_ptr()}
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())  # dropping one frees it
     assert seen == [[*at_home[:b], there, *at_home[b + 1 :]] for b in range(4)]
 
 

@@ -239,12 +239,15 @@ def test_a_source_that_changes_under_way_is_not_believed(stages: Callable[[], St
 
     def reading(work: Work, *, text: Changing) -> None:
         file.write_text("second")
+        (work.scratch / "half").write_text(file.read_text())
         (work.output / "value").write_text(file.read_text())
 
     run, stage_of = stages(), Stage(reading, 1)
+    key = stage_of.key({"text": source}, {})
     with pytest.raises(ValueError, match="text has changed on disk since this run began: run the same command again"):
         run.run(stage_of, text=source)
-    assert run.store.find("reading", stage_of.key({"text": source}, {})) is None
+    assert run.store.find("reading", key) is None
+    assert not run.store.work(key).path.exists()  # what was kept of the changed file
 
 
 def test_what_is_finished_and_damaged_is_computed_again(stages: Callable[[], Stages]) -> None:

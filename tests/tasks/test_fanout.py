@@ -191,20 +191,23 @@ def test_more_shares_than_workers_where_loading_is_small_beside_the_work(
     assert len(few) == 2 < len(many) <= 8
 
 
-@pytest.mark.parametrize("workers", [2, 20])
-def test_shared_sums_add_up_to_the_bits_of_one_pass(
-    work: Work, source: ModelSource, tokens: ArtifactRef, bases: ArtifactRef, published: Publish, workers: int
-) -> None:
-    work = replace(work, runtime=Runtime(micro_batch=MICRO_BATCH))
+@pytest.fixture
+def untrained(source: ModelSource, tokens: ArtifactRef, bases: ArtifactRef, published: Publish) -> dict[str, Any]:
+    """Returns the arguments of an evaluation of the untrained model, with its joint divergence."""
     ids = torch.randint(0, 256, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(7)).numpy()
     removed = {unit.name: unit.dimension // 3 for unit in discover_units(load_skeleton(source))}
-    arguments = {
+    return {
         "model": source,
         "tokens": tokens,
         "bases": bases,
         "kl_tokens": published("calibrate", lambda folder: save_tokens(folder, ids), key="1"),
         "allocation": published("allocate", lambda folder: write_json(folder / ALLOCATION, {"removed": removed})),
     }
+
+
+@pytest.mark.parametrize("workers", [2, 20])
+def test_shared_sums_add_up_to_the_bits_of_one_pass(work: Work, untrained: dict[str, Any], workers: int) -> None:
+    work, arguments = replace(work, runtime=Runtime(micro_batch=MICRO_BATCH)), untrained
     alone = finish(evaluate, work, arguments)
     shares = plan(evaluate, work, workers, arguments)
     assert len(shares) == 2  # nine micro-batches, four of them a share at least
@@ -398,6 +401,7 @@ def test_workers_on_other_machines_hand_over_by_the_store(
     source: ModelSource,
     tokens: ArtifactRef,
     bases: ArtifactRef,
+    untrained: dict[str, Any],
     s3_bucket: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -405,12 +409,12 @@ def test_workers_on_other_machines_hand_over_by_the_store(
     every = {
         gather: {"model": source, "tokens": tokens, **GATHER},
         measure: {"model": source, "bases": bases, "tokens": tokens, "points": POINTS},
-        evaluate: {"model": source, "tokens": tokens},
+        evaluate: untrained,
     }
     alone = finish(stage, work, every[stage])
     place = f"s3://{s3_bucket}/store"
     store = open_store(place)
-    for ref in (tokens, bases):
+    for ref in (tokens, bases, untrained["kl_tokens"], untrained["allocation"]):
         manifest = work.store.manifest(ref.kind, ref.key)
         store.publish(ref.kind, ref.key, work.store.local(ref), manifest.lineage)
     runner = Elsewhere(tmp_path / "machines")
@@ -427,6 +431,7 @@ def test_workers_on_other_machines_hand_over_by_the_store(
         monkeypatch.setattr("tasks.measure.measured_row", forward)
     else:
         monkeypatch.setattr("tasks.evaluate.sum_losses", forward)
+        monkeypatch.setattr("tasks.evaluate.Sensitivity", forward)
     inputs, settings = split(every[stage])
     ref = stage.compute(store, "k", stage.name, work.runtime, inputs, settings, {}, None)
     assert ref.digest == alone
