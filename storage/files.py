@@ -76,7 +76,8 @@ class Files:
         except Exception as error:  # whatever a file system raises for a place that it cannot use
             reason = getattr(error, "strerror", None) or first_line(error)
             problem = f"store {self.uri!r} cannot be written to and read ({reason})"
-            raise StoreError(f"{problem}: fix its permissions or name another") from None
+            remedy = "fix its permissions" if self.is_local else "fix the credentials or its permissions"
+            raise StoreError(f"{problem}: {remedy}, or name another") from None
         finally:
             if self.is_local and Path(self._at(probe)).is_file():  # of a disk that was full
                 Path(self._at(probe)).unlink()

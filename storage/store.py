@@ -102,6 +102,8 @@ class Store:
     ) -> ArtifactRef:
         """Publishes as ``publish`` does what ``digest_output`` has digested."""
         digest, files = digested
+        for name in files:  # as readable as their folder: some writers keep a file to its owner
+            (folder / name).chmod(folder.stat().st_mode & 0o666)
         manifest = Manifest(
             kind=kind,
             key=key,

@@ -153,10 +153,12 @@ class Stage:
         settings: Arguments,
         hints: Arguments,
         run: RunName | None,
+        shared_seconds: float = 0.0,
     ) -> ArtifactRef:
         """Computes and publishes the artifact of ``key``, from where an earlier attempt left off; returns it.
 
-        One process of a machine at a time; what another made meanwhile is taken. Errors: whatever the function raises.
+        ``shared_seconds``: that workers have spent on it, as a clock saw it. One process of a machine at a time; what
+        another made meanwhile is taken. Errors: whatever the function raises.
         """
         kept = store.work(key)
         with alone(kept, label):
@@ -190,7 +192,7 @@ class Stage:
                 packages=_package_versions(),
                 device=runtime.device,
                 run=run,
-                seconds=round(time.monotonic() - started, 3),
+                seconds=round(shared_seconds + time.monotonic() - started, 3),
             )
             ref = store.publish_digested(self.name, key, _finished(kept.path, digested[0]), digested, lineage)
             kept.clear()

@@ -26,6 +26,7 @@ SHUTDOWN_SECONDS = 10  # that torchrun gives its processes to end before it kill
 GRACE_SECONDS = 30.0  # that torchrun itself is given
 LOOK_SECONDS = 0.5  # between two looks at a silent process
 LAST_LINES = 200
+FRAME = "frame #"  # of a stack of torch's C++ code, which comes with every failed try to connect
 WORKER = "tasks.train_worker"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable: where it writes the failure that came first
 
@@ -175,7 +176,7 @@ def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str]") -> None:
 def _pass_on(line: str, last: "deque[str]", on_progress: Callable[[int, int, dict[str, float]], None] | None) -> None:
     told: dict[str, Any] | None = understood(line)
     if told is None:
-        if line.strip():
+        if line.strip() and not line.startswith(FRAME):
             last.append(line)
             log.warning("%s", line)
     elif "message" in told:

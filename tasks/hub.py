@@ -24,7 +24,8 @@ def commit_of(kind: Literal["model", "dataset"], name: str, revision: str | None
         raise ValueError(f"{kind} {name!r} is neither a local folder nor on the hub: {first_line(error)}") from None
     except (HTTPError, OSError) as error:
         message = (
-            f"{name!r} is no local folder, and the hub cannot be asked for a {kind} of that name: {first_line(error)}"
+            f"{name!r} is no local folder (see that the path is right, from where this runs), and the hub cannot be "
+            f"asked for a {kind} of that name: {first_line(error)}"
         )
         raise ConnectionError(message) from error
     assert commit is not None

@@ -6,10 +6,11 @@ processes too; the checkpoints are in the stage's scratch folder, where the next
 
 import logging
 import signal
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -156,6 +157,13 @@ def launch_training(
 def _say(label: str, meeting: Meeting, num_processes: int) -> None:
     log.info("%s: on %d processes of this machine", label, num_processes)
     if meeting.num_nodes > 1:
+        if not _is_here(meeting.host):
+            log.warning(
+                "%s: training.rendezvous_endpoint=%s is no address of this machine, where the nodes are to meet: "
+                "unless it is forwarded here, name one that the other nodes know this machine by",
+                label,
+                meeting.endpoint,
+            )
         log.info(
             "%s: waiting up to %.0f minutes for %d more of %d nodes; on each of them run: python -m flows join %s "
             "--num-processes %d",
@@ -166,6 +174,18 @@ def _say(label: str, meeting: Meeting, num_processes: int) -> None:
             meeting.endpoint,
             num_processes,
         )
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host`` is an address of this machine."""
+    try:
+        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+                probe.bind(address)
+                return True
+    except OSError:  # nobody knows it
+        pass
+    return False
 
 
 @contextmanager

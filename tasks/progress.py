@@ -31,7 +31,8 @@ class Progress:
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._bar: tqdm | None = None  # type: ignore[type-arg]
         self._artifact: UUID | None = None
-        self._started = self._line_at = self._artifact_at = time.monotonic()
+        self._first: tuple[int, float] | None = None  # what was done at the first call, and when that was
+        self._line_at = self._artifact_at = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -46,13 +47,20 @@ class Progress:
         if self._check is not None:
             self._check()
         now = time.monotonic()
+        self._first = self._first or (done, now)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in (values or {}).items())
         if self._terminal:
             self._draw(done, total, shown)
         elif now - self._line_at >= SECONDS_BETWEEN_LINES:
             self._line_at = now
-            left = (now - self._started) / max(done, 1) * (total - done)
-            log.info("%s: %d of %d, about %.0f s left%s", self.label, done, total, left, f" ({shown})" if shown else "")
+            log.info(
+                "%s: %d of %d%s%s",
+                self.label,
+                done,
+                total,
+                self._left(done, total, now),
+                f" ({shown})" if shown else "",
+            )
         due = now - self._artifact_at >= SECONDS_BETWEEN_ARTIFACT_UPDATES or (
             done == total and self._artifact is not None
         )
@@ -62,6 +70,13 @@ class Progress:
                 self._publish(100.0 * done / total)
             except Exception as error:  # a display must not end hours of work
                 log.warning("%s: its progress cannot be shown in Prefect (%s)", self.label, first_line(error))
+
+    def _left(self, done: int, total: int, now: float) -> str:
+        """Returns what is left at the pace since the first call, before which there may be a start, or older work."""
+        if self._first is None or done <= self._first[0]:
+            return ""
+        begun, since = self._first
+        return f", about {(now - since) / (done - begun) * (total - done):.0f} s left"
 
     def _draw(self, done: int, total: int, shown: str) -> None:
         if self._bar is None:

@@ -196,7 +196,7 @@ def explanation(metric: Metric) -> str:
         "*Removed* is the share of the targeted layers' parameters. NoLSP is the merged initialization, untrained; "
         f"LSP is trained to match the dense model (kl){task}. {metric.explanation}; "
         f"KL, in nats per {metric.unit}, is that of the untrained model: summed over units cut alone, and of all cuts "
-        "at once."
+        "at once. Where the best epoch is 0, none was better than the initialization, which is kept."
     )
 
 

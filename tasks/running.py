@@ -113,13 +113,14 @@ class Stages:
         started = time.monotonic()
         found = self.store.find(stage.name, key)
         self._need(stage.name, key, on_record=found is None)
-        reason = None
+        reason, shared_seconds = None, 0.0
         if found is None:
             reason = why(self.store, stage, inputs, settings) + begun(self.store, key)
             log.info("%s: computing (%s)", label, reason)
             if self.workers is not None:
                 work = {**inputs, **settings, **hints}
                 self.workers.share_out(stage, self.store, key, label, self.place, self.runtime, work, self._seconds())
+            shared_seconds = time.monotonic() - started
         else:
             clear_left(self.store, key)
             self._write_result(found, key)
@@ -133,6 +134,7 @@ class Stages:
             settings,
             hints,
             self._run_name(),
+            shared_seconds,
             return_state=True,
         )
         if isinstance(state.data, TaskRunTimeoutError):
@@ -167,9 +169,11 @@ class Stages:
             settings: Arguments,
             hints: Arguments,
             run: RunName,
+            shared_seconds: float,
         ) -> dict[str, Any]:
             store = open_store(place, verify=verify)
-            return stage.compute(store, key, label, runtime, inputs, settings, hints, run).model_dump()
+            made = stage.compute(store, key, label, runtime, inputs, settings, hints, run, shared_seconds)
+            return made.model_dump()
 
         body.__doc__ = stage.__doc__
         return task(

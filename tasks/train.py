@@ -134,6 +134,12 @@ class Training:
         """Writes what the stage publishes."""
         save_tensors(output, result.vectors)
         record = {"metric": result.metric, "best_epoch": result.best_epoch, "history": result.history}
+        if result.best_epoch == 0 and result.diverged is None:
+            log.warning(
+                "%s: no epoch is better than the start, which is kept: lower the learning rate, or train on more "
+                "sequences",
+                label,
+            )
         if result.diverged is not None:
             log.warning("%s: %s; its best epoch is kept", label, result.diverged)
             record["diverged"] = result.diverged

@@ -85,6 +85,18 @@ def test_what_is_published_is_found_with_its_files(store: Store, outputs: Callab
     assert ArtifactRef.model_validate_json(ref.model_dump_json()) == ref
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o700])
+def test_a_file_can_be_read_by_whoever_can_read_its_folder(
+    local_store: Store, outputs: Callable[..., Path], mode: int
+) -> None:
+    folder = outputs()
+    for name in FILES:
+        (folder / name).chmod(0o600)
+    folder.chmod(mode)
+    there = local_store.local(publish(local_store, folder))
+    assert {(there / name).stat().st_mode & 0o777 for name in FILES} == {mode & 0o666}
+
+
 def test_the_manifest_says_where_the_artifact_comes_from(store: Store, outputs: Callable[..., Path]) -> None:
     ref = publish(store, outputs())
     manifest = store.manifest(ref.kind, ref.key)
@@ -328,7 +340,7 @@ def test_a_store_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: py
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(LocalFileSystem, "cat_file", refuse)
-    with pytest.raises(StoreError, match=r"read \(Permission denied\): fix its permissions or name another"):
+    with pytest.raises(StoreError, match=r"read \(Permission denied\): fix its permissions, or name another"):
         Store(str(tmp_path / "store"))
 
 

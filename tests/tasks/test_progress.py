@@ -40,6 +40,17 @@ def test_without_a_terminal_there_is_a_line_every_so_often(
     assert capsys.readouterr().err == ""
 
 
+def test_what_is_left_is_told_by_the_pace_since_the_first_call(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tasks.progress")
+    with Progress("train", terminal=False) as progress:
+        clock.now += 40.0  # processes start, and go on from what was done before
+        progress(50, 100)
+        clock.now += 16.0
+        progress(58, 100)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["train: 50 of 100", "train: 58 of 100, about 84 s left"]
+
+
 def test_a_short_piece_of_work_is_silent(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tasks.progress")
     with Progress("measure", terminal=False) as progress:
