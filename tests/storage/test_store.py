@@ -288,7 +288,7 @@ def test_a_grid_opens_where_it_is_published(finder: str, store: Store, tmp_path:
 def test_a_store_that_cannot_be_written_says_what_where_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "store"
-    with pytest.raises(StoreError, match=f"{place}.*cannot be written.*permissions or name another"):
+    with pytest.raises(StoreError, match=f"{place}.*cannot be written.*permissions, or name another"):
         Store(str(place))
 
 
