@@ -15,7 +15,8 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,7 @@ class Store:
     ) -> ArtifactRef:
         """Publishes as ``publish`` does what ``digest_output`` has digested."""
         digest, files = digested
-        for name in files:  # as readable as their folder: some writers keep a file to its owner
-            (folder / name).chmod(folder.stat().st_mode & 0o666)
+        _open_up(folder, files)
         manifest = Manifest(
             kind=kind,
             key=key,
@@ -267,6 +267,15 @@ class Store:
 
     def _cache_folder(self) -> Path:
         return cache_folder() / digest_bytes(self.uri.encode())[:16]
+
+
+def _open_up(folder: Path, names: Iterable[str]) -> None:
+    """Makes files as readable as their folder: some writers keep a file to its owner."""
+    mode = folder.stat().st_mode & 0o666
+    for path in (folder / name for name in names):
+        if path.stat().st_mode & 0o777 != mode:
+            with suppress(PermissionError):  # a file system without modes
+                path.chmod(mode)
 
 
 def _manifest_name(kind: str, key: str) -> str:

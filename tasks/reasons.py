@@ -12,11 +12,14 @@ COMPARED = 64  # manifests, the newest; a store may hold thousands
 SHOWN = 60  # characters of a value
 
 
-def why(store: Store, stage: Stage, inputs: Mapping[str, Any], settings: Arguments) -> str:
-    """Returns what changed since the nearest artifact of the same stage, or that there is none."""
+def why(store: Store, stage: Stage, inputs: Mapping[str, Any], settings: Arguments, run: str | None = None) -> str:
+    """Returns what changed since the nearest artifact of the same stage, or that there is none.
+
+    ``run``: the id of this run, whose own artifacts say nothing about what has changed.
+    """
     records = input_records(inputs)
     nearest: list[str] | None = None
-    for manifest in _newest(store, stage):
+    for manifest in _newest(store, stage, run):
         changes = list(_changes(manifest, stage, records, settings))
         if nearest is None or len(changes) < len(nearest):
             nearest = changes
@@ -30,7 +33,7 @@ def begun(store: Store, key: str) -> str:
     return "; goes on from an unfinished run" if any(store.work(key).path.glob("*")) else ""
 
 
-def _newest(store: Store, stage: Stage) -> Iterator[Manifest]:
+def _newest(store: Store, stage: Stage, run: str | None) -> Iterator[Manifest]:
     infos = store.files.infos(f"manifest/{stage.name}")
     keys = [name.removesuffix(".json") for name in infos if name.endswith(".json")]
     keys.sort(key=lambda key: infos[f"{key}.json"][1], reverse=True)
@@ -39,7 +42,8 @@ def _newest(store: Store, stage: Stage) -> Iterator[Manifest]:
             manifest = store.manifest(stage.name, key)
         except ArtifactMissing:  # damaged, or deleted meanwhile
             continue
-        if manifest.lineage.stage == stage.function.__name__:
+        maker = manifest.lineage.run
+        if manifest.lineage.stage == stage.function.__name__ and (maker is None or maker.id != run):
             yield manifest
 
 

@@ -115,7 +115,7 @@ class Stages:
         self._need(stage.name, key, on_record=found is None)
         reason, shared_seconds = None, 0.0
         if found is None:
-            reason = why(self.store, stage, inputs, settings) + begun(self.store, key)
+            reason = why(self.store, stage, inputs, settings, self.run_record.id) + begun(self.store, key)
             log.info("%s: computing (%s)", label, reason)
             if self.workers is not None:
                 work = {**inputs, **settings, **hints}

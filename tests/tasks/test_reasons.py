@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from storage.manifest import InputRecord, Lineage
+from storage.manifest import InputRecord, Lineage, RunName
 from storage.store import Store
 from tasks.caching import Source, Stage, Work, input_records
 from tasks.reasons import why
 
 Publish = Callable[..., None]
+RUN = RunName(id="r1", name="brave-llama")
 
 
 class Text(Source):
@@ -47,7 +48,7 @@ def publish(store: Store, tmp_path: Path) -> Publish:
             settings=settings,
             packages={},
             device="cpu",
-            run=None,
+            run=RUN,
             seconds=0.0,
         )
         store.publish("gather", key, folder, lineage)
@@ -68,6 +69,8 @@ def test_the_nearest_run_is_the_one_with_the_fewest_changes(store: Store, publis
     publish("k1", records, tie=False, precision="float32")
     reason = why(store, Stage(gather, 1), {"text": text}, {"tie": False, "precision": "float64"})
     assert reason in ("tie True → False", "precision float32 → float64")
+    assert why(store, Stage(gather, 1), {"text": text}, {"tie": False}, RUN.id) == "none like it in the store"
+    assert why(store, Stage(gather, 1), {"text": text}, {"tie": False}, "r2") == "precision float32 → unset"
     publish("k2", records, tie=False, precision="float16")
     assert why(store, Stage(gather, 1), {"text": text}, {"tie": True, "precision": "float64"}) == (
         "the earlier one is damaged"  # all is equal, and yet it is asked for
