@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import FlowRunFilter, LogFilter
 from prefect.client.schemas.objects import FlowRun, Log, State, TaskRun
 
 from flows.config import CompressConfig
+from tests.commands import command_of
 from tests.prefect_server import ROOT, Program, Server, serving, until
 
 POOL = "lsp-test"
@@ -165,4 +166,4 @@ def gone(processes: Callable[[], list[psutil.Process]], seconds: float) -> list[
     limit = time.monotonic() + seconds
     while (left := processes()) and time.monotonic() < limit:
         time.sleep(0.2)
-    return [" ".join(one.cmdline()) for one in left if one.is_running()]
+    return [" ".join(command_of(one)) for one in left if one.is_running()]

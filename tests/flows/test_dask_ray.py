@@ -14,6 +14,7 @@ import yaml
 
 from flows.config import CompressConfig
 from flows.curve import measure_curve
+from tests.commands import command_of
 from tests.flows.processes import Run, digests
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
@@ -68,9 +69,9 @@ def test_a_worker_killed_while_it_measures_costs_its_own_rows(
         victims = [
             process
             for process in psutil.Process(run.process.pid).children(recursive=True)
-            if WORKERS[runner] in " ".join(process.cmdline())
+            if WORKERS[runner] in " ".join(command_of(process))
         ]
-        assert len(victims) == 2, [process.cmdline() for process in victims]
+        assert len(victims) == 2, [command_of(process) for process in victims]
         os.kill(victims[0].pid, signal.SIGKILL)
         done = look()
         assert len(done) < ROWS

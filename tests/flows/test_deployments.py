@@ -23,6 +23,7 @@ from flows.config import CompressConfig
 from storage.store import Store
 from storage.upkeep import verify
 from tests import postgres
+from tests.commands import command_of
 from tests.deployment_runs import AT_ONCE, Deployed, Watched, deployed, gone
 from tests.flows.processes import assert_one_copy, digests, trained_steps
 from tests.prefect_server import until
@@ -253,7 +254,7 @@ def test_a_cancelled_run_leaves_no_process_and_the_next_goes_on(
     store = Path(config.store)
     run = here.submit("compress/compress", config)
     train_a_little(here, run, store)
-    trainers = [process for process in here.below_worker() if "tasks.train_worker" in process.cmdline()]
+    trainers = [process for process in here.below_worker() if "tasks.train_worker" in command_of(process)]
     assert len(trainers) >= 2
     status, printed = here.server.run("flow-run", "cancel", str(run))
     assert status == 0, printed

@@ -21,6 +21,7 @@ from tasks.caching import Launch
 from tasks.launch import ProcessesFailed, TrainingSpec
 from tasks.models import find_model
 from tasks.train import train
+from tests.commands import command_of
 from tests.flows.processes import Run, starting
 from tests.tasks.training_inputs import SETTINGS, STEPS, arguments, below, gone, work_in, workers
 
@@ -79,7 +80,7 @@ def test_a_cancelled_and_a_killed_flow_leave_no_process_and_the_next_continues(
         run = start(config)
         process = psutil.Process(run.process.pid)
         run.until(lambda: len(workers(process)) == 2, pause=0.1)  # noqa: B023
-        torchrun = [one for one in below(process) if "tasks.agent" in one.cmdline()]
+        torchrun = [one for one in below(process) if "tasks.agent" in command_of(one)]
         seen = torchrun + workers(process)
         before = trained(tmp_path / "store")
         run.until(lambda: trained(tmp_path / "store") > before, pause=0.05)  # noqa: B023

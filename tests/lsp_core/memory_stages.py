@@ -169,8 +169,9 @@ def merge(case: Case) -> None:
 
 def evaluate(case: Case) -> None:
     """Perplexity."""
-    for start in range(0, SEQUENCES, MICRO_BATCH):
-        sum_losses(case.model, case.tokens, range(start, min(start + MICRO_BATCH, len(case.tokens))))
+    sequences = len(case.tokens)
+    for start in range(0, sequences, MICRO_BATCH):
+        sum_losses(case.model, case.tokens, range(start, min(start + MICRO_BATCH, sequences)))
 
 
 def evaluate_untrained(case: Case) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tasks import elastic
 from tasks.elastic import Ended, Meeting, run_elastic
 from tasks.launch import explain
+from tests.commands import command_of
 from tests.tasks.training_inputs import ROOT, below, gone, until
 
 pytestmark = pytest.mark.slow
@@ -62,9 +63,10 @@ def test_a_torchrun_that_is_killed_leaves_no_worker(monkeypatch: pytest.MonkeyPa
     found: list[psutil.Process] = []
 
     def kill(*_: object) -> None:
-        for agent in (process for process in below() if "tasks.agent" in process.cmdline()):
-            if len(below(agent)) == 2 and not found:
-                found.extend([agent, *below(agent)])
+        for agent in (process for process in below() if "tasks.agent" in command_of(process)):
+            started = below(agent)
+            if len(started) == 2 and not found:
+                found.extend([agent, *started])
                 agent.kill()
 
     ended = light(monkeypatch, tmp_path, "sleep", on_progress=kill)

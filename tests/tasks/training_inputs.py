@@ -20,6 +20,7 @@ from tasks.artifacts import write_json, write_units
 from tasks.caching import Launch, Runtime, Work
 from tasks.models import ModelSource, load_model
 from tasks.progress import Progress
+from tests.commands import command_of
 
 SETTINGS = {
     "objective": "task",
@@ -106,13 +107,20 @@ def below(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 def workers(process: psutil.Process | None = None) -> list[psutil.Process]:
     """Returns those of them that train."""
-    return [found for found in below(process) if "tasks.train_worker" in found.cmdline()[3:4]]
+    return [found for found in below(process) if "tasks.train_worker" in command_of(found)[3:4]]
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
     """Returns whether all of ``processes`` end within so many seconds."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return not [process for process in alive if not _is_taken_down(process)]
+
+
+def _is_taken_down(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(condition: Callable[[], bool], seconds: float = 120) -> None:
