@@ -86,8 +86,13 @@ class Run:
         Errors: ``AssertionError`` if the process ends first, or the time is up.
         """
         limit = time.monotonic() + SECONDS
-        while not condition():
-            assert self.process.poll() is None, self.text()
+        while True:
+            ended = self.process.poll() is not None  # asked first: the condition may come with the end
+            if ended:
+                self._reader.join()
+            if condition():
+                return
+            assert not ended, self.text()
             assert time.monotonic() < limit, self.text()
             time.sleep(pause)
 

@@ -22,7 +22,7 @@ from tasks.launch import ProcessesFailed, TrainingSpec
 from tasks.models import find_model
 from tasks.train import train
 from tests.commands import command_of
-from tests.flows.processes import Run, starting
+from tests.flows.processes import Run, starting, trained_steps
 from tests.tasks.training_inputs import SETTINGS, STEPS, arguments, below, gone, work_in, workers
 
 Make = Callable[..., CompressConfig]
@@ -63,18 +63,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield run
 
 
-def trained(store: Path) -> int:
-    """Returns how often the checkpoints of an unfinished training have changed, as far as their times tell."""
-    return len({path.stat().st_mtime_ns for path in store.glob("work/*/checkpoint/**/*") if path.exists()})
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_a_cancelled_and_a_killed_flow_leave_no_process_and_the_next_continues(
     start: Start, tiny_config: Make, tmp_path: Path
 ) -> None:
     calibration = tiny_config(tmp_path).calibration.model_dump() | {"sequences": 128}
-    training = MULTI | {"checkpoint_steps": 1, "dropout": 0.2, "epochs": 4}
+    training = MULTI | {"checkpoint_steps": 1, "dropout": 0.2, "epochs": 8}
     config = tiny_config(tmp_path, calibration=calibration, training=training, micro_batch=1)
     for number in (signal.SIGTERM, signal.SIGKILL):
         run = start(config)
@@ -82,16 +77,17 @@ def test_a_cancelled_and_a_killed_flow_leave_no_process_and_the_next_continues(
         run.until(lambda: len(workers(process)) == 2, pause=0.1)  # noqa: B023
         torchrun = [one for one in below(process) if "tasks.agent" in command_of(one)]
         seen = torchrun + workers(process)
-        before = trained(tmp_path / "store")
-        run.until(lambda: trained(tmp_path / "store") > before, pause=0.05)  # noqa: B023
+        before = trained_steps(tmp_path / "store")
+        run.until(lambda: trained_steps(tmp_path / "store") > before, pause=0.05)  # noqa: B023
         process.send_signal(number)
         run.wait()
         assert run.process.returncode != 0
         assert gone(seen, 10), run.text()
         assert not (tmp_path / "output" / "report.json").exists()
+    kept = trained_steps(tmp_path / "store")
     last = start(config)
     assert last.wait() == 0, last.text()
-    assert "continues at step" in last.text()
+    assert f"continues at step {kept} of" in last.text(), last.text()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Two runs at once on one store: both succeed, what they share is computed once, and no lock stays behind."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,13 @@ def both(runs: list[Run], store: Path) -> dict[str, set[int]]:
     """Waits for two runs that succeed; returns the inodes that each manifest was seen to have meanwhile."""
     written: dict[str, set[int]] = {}
 
-    def look() -> bool:
+    def look() -> None:
         for name in digests(store):
             written.setdefault(name, set()).add((store / "manifest" / name).stat().st_ino)
-        return any(run.process.poll() is not None for run in runs)
 
-    for run in runs:
-        if run.process.poll() is None:
-            run.until(look)
+    while any(run.process.poll() is None for run in runs):
+        look()
+        time.sleep(0.001)
     assert [run.wait() for run in runs] == [0, 0], [run.text() for run in runs]
     look()
     return written
