@@ -164,7 +164,7 @@ def trained_steps(store: Path) -> int:
 def saved_steps(work: Path) -> int:
     """Returns the optimizer steps in the newest checkpoint of the work of one stage, 0 where there is none."""
     steps = [0]
-    for slot in SLOTS:
+    for slot in (*SLOTS, SLOTS[0]):  # which may have been in the making, and whole before the other is replaced
         with suppress(DamagedFileError):  # the stage ended meanwhile, or the slot is written anew
             steps.append(int(read_fields(work / "checkpoint" / slot / FIELDS)["step"]))
     return max(steps)

@@ -16,6 +16,7 @@ from flows.config import CompressConfig
 from flows.curve import measure_curve
 from tests.commands import command_of
 from tests.flows.processes import Run, digests
+from tests.tasks.training_inputs import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server")]
 Make = Callable[..., CompressConfig]
@@ -85,4 +86,4 @@ def test_a_worker_killed_while_it_measures_costs_its_own_rows(
     assert digests(store) == alone, run.text()
     assert all(len(inodes) == 1 for inodes in written.values()), written
     assert re.search(r"measure: \d parts, 2 workers", run.text())
-    assert not [process for process in victims if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert gone(victims)

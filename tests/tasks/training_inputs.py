@@ -110,9 +110,9 @@ def workers(process: psutil.Process | None = None) -> list[psutil.Process]:
     return [found for found in below(process) if "tasks.train_worker" in command_of(found)[3:4]]
 
 
-def gone(processes: list[psutil.Process], seconds: float) -> bool:
-    """Returns whether all of ``processes`` end within so many seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
+def gone(processes: list[psutil.Process]) -> bool:
+    """Returns whether all of ``processes`` end soon: the kernel closes what one has open before it is gone."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
     return not [process for process in alive if not _is_taken_down(process)]
 
 
