@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -13,7 +14,7 @@ from tasks.html_figures import INK, SCHEMES, SERIES, Chart, shown
 SHORT = 12  # digits of a key or digest that are shown
 COLUMN, ROW = 124, 44  # pixels between two stages of the drawing
 STATES = {scheme: {"Completed": SERIES[scheme][0], "Cached": SERIES[scheme][2]} for scheme in SCHEMES}
-LABEL = 19  # characters of a label in the drawing
+LABEL = {"width": 19, "max_lines": 2, "placeholder": "…"}  # of a stage in the drawing
 StageFacts = Mapping[str, Any]  # one of ``content["stages"]``
 Made = Mapping[tuple[str, str], Manifest]  # by kind and key
 
@@ -154,7 +155,7 @@ def _nodes(state: str, places: Mapping[str, StageFacts], at: Mapping[str, tuple[
         name=state,
         x=[at[name][0] for name in members],
         y=[at[name][1] for name in members],
-        text=[shown(label if len(label) <= LABEL else label[: LABEL - 1] + "…") for label in labels],
+        text=["<br>".join(map(shown, wrap(label, **LABEL))) for label in labels],
         customdata=facts,
         mode="markers+text",
         textposition="bottom center",

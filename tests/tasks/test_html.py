@@ -272,6 +272,22 @@ def test_lineage_leads_from_stage_to_stage_and_outside() -> None:
     assert "torch 2." in described
 
 
+@pytest.mark.parametrize(
+    ("label", "lines"),
+    [
+        ("gather", "gather"),
+        ("evaluate 0.3 untrained, uniform", "evaluate 0.3<br>untrained, uniform"),
+        ("evaluate <b>0.3</b> untrained, uniform, again", "evaluate &lt;b&gt;0.3&lt;/b&gt;<br>untrained,…"),
+    ],
+)
+def test_a_long_label_of_a_stage_takes_two_lines(label: str, lines: str) -> None:
+    content = reports.language()
+    gather, bases = ({**stage, "label": label} for stage in content["stages"][:2])
+    chart = stage_chart([gather, bases], {("bases", bases["key"]): manifest(bases, gather)})
+    assert chart is not None
+    assert {text for trace in chart.figure["data"][1:] for text in trace["text"]} == {lines}
+
+
 def test_only_direct_inputs_are_drawn() -> None:
     """Against the definition: a pair stays if removing it leaves no way from the one to the other."""
     rng = np.random.default_rng(0)
