@@ -22,6 +22,7 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 def main(folder: Path, do: str) -> int:
     signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a background job
     elastic.WORKER = "tests.tasks.elastic_worker"
     meeting = Meeting(id="test", endpoint=None, num_nodes=1, max_restarts=0)
     try:
