@@ -102,7 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
         CliApp.run(Commands, cli_args=sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:
         for problem in error.errors():
-            print(f"error: {describe(problem)}", file=sys.stderr)
+            if not _follows(problem):
+                print(f"error: {describe(problem)}", file=sys.stderr)
         return BAD_INPUT
     except REPORTED as error:
         print(
@@ -113,6 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted: what is finished is kept, the same command continues from there", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _follows(problem: Any) -> bool:
+    """Returns whether a list is called too short only because pydantic does not count its wrong items."""
+    return bool(problem["type"] == "too_short" and len(problem["input"]) >= problem["ctx"]["min_length"])
 
 
 def describe(problem: Any) -> str:

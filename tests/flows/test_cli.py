@@ -125,6 +125,8 @@ def test_a_wrong_argument_is_one_line_and_exit_2(
     [
         ("model: {name_or_path: m}\ntraining: {epoch: 3}", "training.epoch: there is no such setting"),
         ("targets: [{ratio: 0.5}]", "model: this setting is required"),
+        ("model: {name_or_path: m}\ntargets: [{ratio: 1.5}]", "targets.0.ratio: Input should be less than 1"),
+        ("model: {name_or_path: m}\ntargets: []", "targets: Tuple should have at least 1 item"),
         ("model: {name_or_path: m}\nworker: 3", "`python -m flows compress --help` lists them"),
         ("- a list", "holds no mapping of settings"),
         ("model: {", "is not YAML"),
