@@ -1,5 +1,7 @@
 """However whoever started torchrun ends, nothing that it started survives: real processes, whose workers are light."""
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tasks import elastic
+from tasks.agent import killed
 from tasks.elastic import Ended, Meeting, run_elastic
 from tasks.launch import explain
 from tests.commands import command_of
@@ -84,6 +88,33 @@ def test_the_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     said = explain("train", ALONE, ended)
     assert said.startswith("train: a process failed 1 times, in the end by: RuntimeError: no such luck: see the lines")
     assert "\n" not in said
+
+
+def test_a_process_that_was_killed_is_named_not_those_that_lost_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended = light(monkeypatch, tmp_path, "bereave")
+    assert ended.status == 1
+    said = explain("train", ALONE, ended)
+    assert re.match(
+        r"train: a process failed 1 times, in the end by: Signal 9 \(SIGKILL\) received by PID \d+: lower", said
+    )
+
+
+def test_what_torchrun_killed_itself_is_no_cause(tmp_path: Path) -> None:
+    """It sends SIGTERM, and SIGKILL so many seconds later to what is deaf to it."""
+    path = tmp_path / "error.json"
+
+    def failures(age: float, number: int) -> ChildFailedError:
+        path.write_text(json.dumps({"message": "RuntimeError: first", "timestamp": str(int(time.time() - age))}))
+        first = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+        ended = ProcessFailure(local_rank=1, pid=2, exitcode=-number, error_file=str(tmp_path / "none"))
+        return ChildFailedError("train", {0: first, 1: ended})
+
+    assert killed(failures(elastic.SHUTDOWN_SECONDS, signal.SIGKILL)) is None
+    assert killed(failures(0, signal.SIGTERM)) is None
+    assert killed(failures(1, signal.SIGKILL)) == "Signal 9 (SIGKILL) received by PID 2"
+    assert killed(failures(1, signal.SIGBUS)) == "Signal 7 (SIGBUS) received by PID 2"
 
 
 def light(monkeypatch: pytest.MonkeyPatch, folder: Path, do: str, **options: object) -> Ended:
